@@ -1,0 +1,1 @@
+"""The trainer's side: the user's script, local steps, collectives. The only part that imports torch."""

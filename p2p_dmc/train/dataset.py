@@ -1,0 +1,59 @@
+"""A data set as a script sees it: what the manifest says, and all its samples once, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from p2p_dmc.data.disk import shard_path
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.samples import Sample, SampleReader
+from p2p_dmc.train.rounds import Rounds
+from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
+
+
+class Dataset:
+    """``len(data)``, ``data.keys()`` and ``data.classes`` (folder names, sorted) come from the manifest.
+
+    Iterating reads every sample once, in the shards' order and without the ledger; shards that are not on
+    this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one ``bytes`` field per
+    extension.
+    """
+
+    def __init__(self, name: str, digest: bytes, manifest: Manifest, folder: Path, rounds: Rounds) -> None:
+        self.name = name
+        self.digest = digest
+        self.manifest = manifest
+        self._folder = folder
+        self._rounds = rounds
+        self._reader = SampleReader()
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def keys(self) -> Iterator[str]:
+        """Every sample's key, in the order of iteration."""
+        return self.manifest.keys()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the top-level folders, sorted, as torchvision's ImageFolder counts classes."""
+        return self.manifest.classes
+
+    def __iter__(self) -> Iterator[Sample]:
+        for shard, count in enumerate(self.manifest.sample_counts):
+            for index in range(count):
+                yield self.read(shard, index)
+
+    def read(self, shard: int, index: int) -> Sample:
+        """One sample; its shard is fetched if it is not on this machine."""
+        path = shard_path(self._folder, self.manifest.shards[shard].digest)
+        try:
+            return self._reader.read(path, self.manifest, shard, index)
+        except FileNotFoundError:
+            return self._reader.read(self._fetch(shard), self.manifest, shard, index)
+
+    def _fetch(self, shard: int) -> Path:
+        self._rounds.send(ShardRequest(dataset=self.digest, shard=shard))
+        ready = self._rounds.expect(ShardReady, lambda m: m.dataset == self.digest and m.shard == shard)
+        return Path(ready.path)

@@ -1,0 +1,167 @@
+"""The optimizer a script uses: local steps by an inner torch optimizer, and a round every tau of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.errors import UserError
+from p2p_dmc.train.names import name_parameters
+from p2p_dmc.train.state import FlatParameters
+
+if TYPE_CHECKING:
+    from p2p_dmc.train.session import Peer
+
+
+@dataclass(frozen=True)
+class AdaComm:
+    """tau that follows the loss: tau0 at first, ceil(tau0 x sqrt(loss / first loss)) looked at every ``t0_s``
+    seconds.
+
+    Source: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
+    Local-Update SGD", the basic rule. ``tau_max`` bounds it when the loss grows.
+    """
+
+    tau0: int = 16
+    t0_s: float = 60.0
+    tau_max: int = 64
+
+    def policy(self) -> TauPolicy:
+        try:
+            return TauPolicy(
+                kind="adacomm",
+                tau0=self.tau0,
+                t0_ms=round(self.t0_s * 1000),
+                tau_max=max(self.tau_max, self.tau0),
+            )
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{self!r}: {error}") from None
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` to the outside; every tau steps the parameters are averaged with the other
+    peers'.
+
+    ``tau`` is a number of local steps, or an ``AdaComm``. ``model`` is only for the parameters' names in
+    checkpoints (found by itself as a rule). The inner optimizer's state (momentum and the like) stays with
+    its peer and is kept from round to round. Parameters in its groups are shared; buffers (running
+    statistics) and parameters that are in no group are not.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        peer: Peer,
+        tau: int | AdaComm = 8,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        # not super().__init__(): groups, state and defaults are the inner optimizer's (see the properties
+        # below)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(f"dmc.Optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self._inner = optimizer
+        self._rounds = peer._rounds
+        self._model = model
+        self._adaptive = isinstance(tau, AdaComm)
+        self.policy = tau.policy() if isinstance(tau, AdaComm) else _fixed(tau)
+        peer._attach(self)
+
+    def step(self, loss: Any = None) -> Any:
+        """One local step, and a round if one is due.
+
+        ``loss``: the batch's mean loss, a tensor of one element or a number; or torch's closure that computes
+        it. AdaComm needs it; without AdaComm it is for the metrics. Returns the loss.
+        """
+        if not self._rounds.started:
+            raise UserError("optimizer.step() before the first batch: take batches from peer.loader(...)")
+        closure = loss if callable(loss) else None
+        if closure is None:
+            self._check_loss(loss)
+            self._inner.step()
+        else:
+            loss = self._inner.step(closure)
+            self._check_loss(loss)
+        self._rounds.count_step(loss)
+        self._rounds.after_step()
+        return loss
+
+    def _check_loss(self, loss: Any) -> None:
+        if loss is None and self._adaptive:
+            raise UserError(
+                "AdaComm needs the loss: call optimizer.step(loss), or use a fixed tau such as tau=8"
+            )
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise UserError(
+                f"optimizer.step(loss) takes one number, not a tensor of shape {tuple(loss.shape)}"
+            )
+
+    def flatten(self) -> FlatParameters:
+        """The shared parameters, in the groups' order."""
+        return FlatParameters(name_parameters(self._inner.param_groups, self._model))
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that makes the local steps."""
+        return self._inner
+
+    @property
+    def tau(self) -> int:
+        """Local steps of the current round."""
+        return self._rounds.tau
+
+    # -- a torch optimizer to the outside --------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._rounds.started:
+            raise UserError(
+                "add_param_group() after the first batch: all peers agreed on the parameters, add it before"
+            )
+        self._inner.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._inner.register_step_post_hook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"dmc.{super().__repr__()}"
+
+
+def _fixed(tau: int) -> TauPolicy:
+    try:
+        return TauPolicy(kind="fixed", tau0=tau)
+    except ValueError:
+        raise UserError(
+            f"tau {tau!r}: the number of local steps in a round, 1 or more, or dmc.AdaComm(...)"
+        ) from None

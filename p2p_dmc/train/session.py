@@ -1,0 +1,171 @@
+"""A script's session with the agent that started it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.errors import RunStopped, UserError
+from p2p_dmc.train.collective import GroupKeeper
+from p2p_dmc.train.dataset import Dataset
+from p2p_dmc.train.link import AgentLink
+from p2p_dmc.train.loader import Collate, Decode, Loader
+from p2p_dmc.train.rounds import Rounds
+from p2p_dmc.wire import trainer_messages as tm
+
+if TYPE_CHECKING:
+    from p2p_dmc.train.optimizer import Optimizer
+
+WELCOME_TIMEOUT_S = 30.0  # the agent is on this machine and does nothing slow
+
+
+def connect(environment: Mapping[str, str] = os.environ) -> Peer:
+    """This script's peer; for scripts started by ``dmc-peer join``, UserError elsewhere."""
+    endpoint, run = environment.get(tm.ENV_AGENT), environment.get(tm.ENV_RUN)
+    if not endpoint or run is None:
+        raise UserError(f"{tm.ENV_AGENT} is not set: start this script with `dmc-peer join SEED SCRIPT`")
+    lifeline = environment.get(tm.ENV_LIFELINE)
+    return Peer(endpoint, run, int(lifeline) if lifeline else None)
+
+
+class Peer:
+    """This machine in the run. A context manager: the session ends with it."""
+
+    def __init__(self, endpoint: str, run: str, lifeline: int | None) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._groups = GroupKeeper(self._send)
+        self._link = AgentLink(endpoint, lifeline, self._early)
+        self._rounds = Rounds(self._link, self._groups)
+        self._optimizer: Optimizer | None = None
+        self._loader: Loader | None = None
+        hello = tm.TrainerHello(
+            run=run,
+            pid=os.getpid(),
+            script_digest=_script_digest(),
+            torch_version=torch.__version__,
+            device=str(self.device),
+            nccl=self.device.type == "cuda" and dist.is_nccl_available(),
+        )
+        self._welcome = self._introduce(hello)
+        self._groups.host = self._welcome.collective_host
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's permanent identity."""
+        return self._welcome.peer_id
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self._welcome.name
+
+    @property
+    def is_first(self) -> bool:
+        """First in the view's ring order; one peer is. False until there is a view (the first batch)."""
+        view = self._rounds.view
+        return view is not None and view.rank == 0
+
+    def dataset(self, name: str) -> Dataset:
+        """The data set of that name; waits until its manifest and a first shard are on this machine."""
+        self._send(tm.DatasetRequest(name=name))
+        ready = self._rounds.expect(tm.DatasetReady, lambda message: message.name == name)
+        manifest = Manifest.from_bytes(Path(ready.manifest_path).read_bytes())
+        folder = Path(self._welcome.store_root) / ready.digest.hex()
+        return Dataset(name, ready.digest, manifest, folder, self._rounds)
+
+    def loader(
+        self,
+        data: Dataset,
+        batch_size: int,
+        epochs: int = 1,
+        decode: Decode | None = None,
+        seed: int = 0,
+        collate: Collate | None = None,
+    ) -> Loader:
+        """Batches of ``batch_size`` samples on ``device``, for ``epochs`` passes over the data by all peers
+        together.
+
+        ``decode`` turns a sample (see ``Dataset``) into tensors, ``collate`` a list of those into a batch
+        (torch's default). ``seed`` orders the data, the same on all peers. Parameters are the run's when the
+        first batch is there.
+        """
+        return Loader(self, data, batch_size, epochs, decode, seed, collate)
+
+    def close(self) -> None:
+        """End the session with the agent."""
+        self._groups.close()
+        self._link.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        if self._optimizer is not None:
+            raise UserError(
+                "a second dmc.Optimizer: a run has one, give it all parameters (several groups are fine)"
+            )
+        self._optimizer = optimizer
+
+    def _send(self, message: Any) -> None:
+        self._link.send(message)
+
+    def _early(self, message: Any) -> bool:
+        """On the link's thread, also while the main thread computes: groups are made and cancelled."""
+        match message:
+            case tm.StoreValue():
+                self._groups.put(message)
+            case tm.CancelGroup():
+                self._groups.cancel(message.view_epoch)
+            case tm.ViewStarted():
+                self._groups.start(message)
+                return False
+            case tm.TrainerWelcome():
+                self._groups.host = message.collective_host
+                return False
+            case tm.TrainerStop() | tm.TrainerRefused():
+                self._groups.close()  # the main thread may wait in a collective
+                return False
+            case _:
+                return False
+        return True
+
+    def _introduce(self, hello: tm.TrainerHello) -> tm.TrainerWelcome:
+        self._send(hello)
+        try:
+            answer = self._link.get(WELCOME_TIMEOUT_S)
+        except queue.Empty:
+            raise UserError(
+                f"the agent did not answer within {WELCOME_TIMEOUT_S:.0f} s: see its agent.log"
+            ) from None
+        match answer:
+            case tm.TrainerWelcome():
+                return answer
+            case tm.TrainerRefused():
+                raise UserError(answer.reason)
+            case tm.TrainerStop():
+                raise RunStopped()
+        raise RuntimeError(f"the agent answered {type(answer).__name__}")
+
+
+def _script_digest() -> bytes:
+    """BLAKE2b-128 of the script's text; empty when there is none (a notebook)."""
+    try:
+        text = Path(sys.argv[0]).read_bytes()
+    except OSError:
+        return b""
+    return hashlib.blake2b(text, digest_size=16).digest()
