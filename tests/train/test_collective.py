@@ -1,0 +1,208 @@
+"""The collective with real processes and real gloo over loopback; a relay plays the agents' part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2p_dmc.errors import UserError
+from p2p_dmc.train import sockets
+from p2p_dmc.train.collective import CollectiveError, GroupKeeper, ViewGroup, check_backend, ring_bytes
+from tests.train.member import view
+from tests.train.relay import Relay
+
+DEADLINE_S = 60
+
+
+class Process:
+    """A member in a process of its own; reads its lines with a deadline, reaped at the end."""
+
+    def __init__(self, endpoint: str, rank: int, world: int, plan: str) -> None:
+        command = [sys.executable, "-m", "tests.train.member", endpoint, str(rank), str(world), *plan.split()]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2],
+        )
+        self._watchdog = threading.Timer(DEADLINE_S, self.process.kill)  # a hung member ends its output
+        self._watchdog.start()
+
+    def until(self, event: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            facts: dict[str, Any] = json.loads(line)
+            if facts["event"] == event:
+                return facts
+        raise AssertionError(f"the member ended ({self.process.wait(DEADLINE_S)}) without {event!r}")
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def reap(self) -> None:
+        self._watchdog.cancel()
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Cluster:
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self.members: list[Process] = []
+
+    def start(self, *plans: str) -> list[Process]:
+        self.members = [
+            Process(self._relay.endpoint, rank, len(plans), plan) for rank, plan in enumerate(plans)
+        ]
+        return self.members
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    relay = Relay(tmp_path)
+    cluster = Cluster(relay)
+    try:
+        yield cluster
+    finally:
+        for member in cluster.members:
+            member.reap()
+        relay.close()
+
+
+def test_three_members_sum_and_a_thousandth_part_of_their_views_leaves_nothing_behind(
+    cluster: Cluster,
+) -> None:
+    members = cluster.start(*["start reduce=100 cycles=20 resources cycles=100 resources"] * 3)
+    for member in members:
+        assert member.until("reduced")["value"] == 1 + 2 + 3
+        before, after = member.until("resources"), member.until("resources")
+        assert after["fds"] == before["fds"]
+        assert after["threads"] <= before["threads"] + 1  # the last reaper's C++ thread may still be ending
+        assert after["rss_kb"] < before["rss_kb"] + 20_000
+
+
+def test_cancelled_groups_leave_nothing_behind(cluster: Cluster) -> None:
+    members = cluster.start(*["failing-cycles=10 resources failing-cycles=30 resources"] * 3)
+    for member in members:
+        before, after = member.until("resources"), member.until("resources")
+        assert after["fds"] == before["fds"]
+        assert after["threads"] <= before["threads"] + 1
+
+
+def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster) -> None:
+    plan = "start until-failure=2000000 drop"
+    members = cluster.start(*[plan] * 4)
+    for member in members:
+        member.until("flowing")
+    members[2].process.send_signal(signal.SIGKILL)
+    assert members[2].process.wait(DEADLINE_S) == -signal.SIGKILL  # the fault happened
+    for member in members[:2] + members[3:]:
+        failed = member.until("failed")
+        assert failed["done"] >= 1
+        assert failed["seconds"] < 3.5  # the group's time-out of 4 s was not sat out
+        assert member.until("dropped")["seconds"] < 0.2
+        member.until("end")
+
+
+def test_a_stopped_member_is_cancelled_in_milliseconds(cluster: Cluster) -> None:
+    survivor = "timeout_ms=20000 start reduce=10 wait-input cancel-after=0.5 until-failure=1000 drop resources"
+    members = cluster.start(survivor, survivor, "timeout_ms=20000 start reduce=10 wait-input")
+    for member in members:
+        member.until("reduced")
+    members[2].process.send_signal(signal.SIGSTOP)
+    for member in members[:2]:
+        member.go_on()
+    for member in members[:2]:
+        failed = member.until("failed")
+        assert failed["done"] == 0  # nothing was reduced with a stopped member: the fault was noticed
+        assert failed["seconds"] < 5  # of 20
+        assert member.until("dropped")["seconds"] < 0.2
+        member.until("resources")  # the reaper has ended, too: well before the time-out
+    assert members[2].process.poll() is None
+
+
+def test_a_member_that_never_comes_holds_nobody(cluster: Cluster) -> None:
+    members = cluster.start("start cancel-after=0.3 until-failure=10 drop resources", "wait-input")
+    failed = members[0].until("failed")
+    assert "cancelled" in failed["error"]
+    assert failed["seconds"] < 5
+    assert members[0].until("dropped")["seconds"] < 0.2
+    members[0].until("resources")
+
+
+def test_alone_there_is_no_group() -> None:
+    import torch
+
+    sent: list[object] = []
+    group = ViewGroup(view(1, 0, 1, 1000), "127.0.0.1", sent.append)
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    group.drop()
+    assert tensor.tolist() == [1, 1, 1]
+    assert sent == []
+
+
+def test_an_old_views_group_is_not_to_be_had() -> None:
+    keeper = GroupKeeper(lambda message: None)
+    keeper.start(view(1, 0, 1, 1000))
+    keeper.start(view(2, 0, 1, 1000))
+    with pytest.raises(CollectiveError, match="view 1 is over"):
+        keeper.get(1)
+    assert keeper.get(2).view.view_epoch == 2
+    keeper.close()
+    keeper.start(view(3, 0, 1, 1000))
+    with pytest.raises(CollectiveError):
+        keeper.get(3)
+
+
+def test_an_unbuilt_backend_is_refused_with_the_remedy() -> None:
+    check_backend("gloo")
+    with pytest.raises(UserError, match="--backend gloo"):
+        check_backend("nccl")
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 0), (2, 1000), (4, 1500)])
+def test_bytes_of_a_ring(world: int, expected: int) -> None:
+    assert ring_bytes(1000, world) == expected
+
+
+@pytest.mark.parametrize("listener", [None, ("127.0.0.1", 4711), ("fe80::1%eth0", 65535)])
+def test_values_carry_the_listener(listener: sockets.Endpoint | None) -> None:
+    value = sockets.pack_value(listener, b"\0blob\xff")
+    assert sockets.unpack_value(value) == (listener, b"\0blob\xff")
+    for size in range(len(value) - len(b"\0blob\xff") + 1):
+        with pytest.raises(ValueError):
+            sockets.unpack_value(value[:size])
+
+
+def test_only_the_groups_sockets_are_shut_down() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as users:
+        with socket.create_connection(ours.getsockname()) as dialled, ours.accept()[0] as accepted:
+            with socket.create_connection(users.getsockname()) as other, users.accept()[0] as served:
+                assert sockets.shut_connected(ours.getsockname(), frozenset()) == 1
+                assert dialled.recv(1) == b""  # what our listener accepted is shut down
+                other.sendall(b"x")
+                assert served.recv(1) == b"x"  # the user's is not
+                assert sockets.shut_connected(None, frozenset({users.getsockname()})) == 1
+                assert served.recv(1) == b""
+        with socket.create_connection(ours.getsockname()), ours.accept()[0]:
+            pass  # the listener still accepts
+        assert accepted.fileno() == -1
