@@ -1,0 +1,132 @@
+"""A shard on its way: ranges arrive in any order from any peer, the whole is verified before it counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from p2p_dmc.data.disk import disk_errors, file_digest, sync_folder
+
+PART_SUFFIX = ".part"
+
+Range = tuple[int, int]  # (offset, size), both in bytes
+
+
+class PartialShard:
+    """Receives one shard into a temporary file; made by `Store.open_partial`. Threads may share it.
+
+    ``on_written`` is told how many bytes were covered for the first time; ``on_end``, once, whether the shard
+    is held now and how many bytes were never written. Both are called under this object's lock.
+    Invariant: nothing is under the final name before the whole file had the right digest.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        digest: bytes,
+        size_bytes: int,
+        *,
+        on_written: Callable[[int], None],
+        on_end: Callable[[bool, int], None],
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._path = path
+        self._part_path = path.with_name(path.name + PART_SUFFIX)
+        self._digest = digest
+        self._on_written = on_written
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._covered: list[tuple[int, int]] = []  # [start, end), sorted, apart from each other
+        self._file = self._part_path.open("w+b", buffering=0)
+
+    @property
+    def closed(self) -> bool:
+        """Committed or abandoned: nothing more can be written."""
+        return self._file.closed
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes covered so far."""
+        with self._lock:
+            return self._covered_bytes()
+
+    def _covered_bytes(self) -> int:
+        return sum(end - start for start, end in self._covered)
+
+    def missing_ranges(self, chunk_bytes: int) -> list[Range]:
+        """What is still to be fetched, in file order, in pieces of at most ``chunk_bytes``."""
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk of {chunk_bytes} bytes")
+        with self._lock:
+            edges = [0, *(edge for pair in self._covered for edge in pair), self.size_bytes]
+        gaps = zip(edges[0::2], edges[1::2], strict=True)
+        return [
+            (offset, min(chunk_bytes, end - offset))
+            for start, end in gaps
+            for offset in range(start, end, chunk_bytes)
+        ]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put a range where it belongs. A later write to the same place wins.
+
+        Raises ValueError for a range outside the shard or after the end, StoreFull if the disk is full: what
+        was written before stays good, so abandon the shard or try again later.
+        """
+        end = offset + len(data)
+        if offset < 0 or end > self.size_bytes:
+            raise ValueError(f"range {offset}+{len(data)} is outside a shard of {self.size_bytes} bytes")
+        with self._lock:
+            self._require_open()
+            view, at = memoryview(data), offset
+            with disk_errors(self._part_path):
+                while view:
+                    count = os.pwrite(self._file.fileno(), view, at)
+                    view, at = view[count:], at + count
+            self._cover(offset, end)
+
+    def _cover(self, start: int, end: int) -> None:
+        before = self._covered_bytes()
+        apart = [(a, b) for a, b in self._covered if b < start or a > end]
+        touching = [(a, b) for a, b in self._covered if not (b < start or a > end)]
+        merged = (min([start, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
+        self._covered = sorted([*apart, merged] if merged[0] < merged[1] else apart)
+        self._on_written(self._covered_bytes() - before)
+
+    def commit(self) -> bool:
+        """Verify the whole; if it is right, sync and rename it and return True, else delete it, return False.
+
+        Raises ValueError while something is missing, StoreFull or UserError when the disk fails at it.
+        """
+        with self._lock:
+            self._require_open()
+            if self._covered != [(0, self.size_bytes)]:
+                raise ValueError("commit of a shard with missing ranges")
+            held = False
+            try:
+                with disk_errors(self._part_path):
+                    if file_digest(self._file) == self._digest:
+                        os.fsync(self._file.fileno())
+                        os.replace(self._part_path, self._path)
+                        held = True
+                        sync_folder(self._path.parent)
+            finally:
+                self._end(held=held)
+            return held
+
+    def abandon(self) -> None:
+        """Give up and delete what was received. Does nothing after the end."""
+        with self._lock:
+            if not self.closed:
+                self._end(held=False)
+
+    def _end(self, *, held: bool) -> None:
+        self._file.close()
+        if not held:
+            self._part_path.unlink(missing_ok=True)
+        self._on_end(held, self.size_bytes - self._covered_bytes())
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError("the shard was committed or abandoned")

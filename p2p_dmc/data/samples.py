@@ -1,0 +1,82 @@
+"""Reading single samples out of shards by the manifest's offsets; no tar is parsed, no torch imported."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+from p2p_dmc.data.manifest import Manifest
+
+Sample = dict[str, str | bytes]
+
+
+class ShardDamaged(OSError):
+    """A shard's file is shorter than the manifest says. The store should verify it and fetch it again."""
+
+
+class SampleReader:
+    """Keeps the last ``max_open`` shard files open. One per thread; a fork may go on using its copy.
+
+    A file that was deleted meanwhile, because it was damaged or dropped, is not read from any more.
+    """
+
+    def __init__(self, max_open: int = 16) -> None:
+        if max_open < 1:
+            raise ValueError(f"max_open {max_open}: at least one file must be open to be read")
+        self._max_open = max_open
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+
+    def read(self, path: Path, manifest: Manifest, shard_index: int, sample_index: int) -> Sample:
+        """A sample of the shard file at ``path``: ``__key__``, ``__shard__`` (digest, hex), bytes per field.
+
+        Raises IndexError for an index the manifest does not have, FileNotFoundError when the file is gone,
+        ShardDamaged when it is too short.
+        """
+        if shard_index < 0:
+            raise IndexError(f"shard {shard_index}")
+        shard = manifest.shards[shard_index]
+        entry = shard.sample(sample_index)
+        descriptor = self._open(str(path))
+        sample: Sample = {"__key__": entry.key, "__shard__": shard.digest.hex()}
+        for extension, offset, size in entry.fields:
+            data = os.pread(descriptor, size, offset)
+            while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
+                data += more  # one read returns at most 2 GiB
+            if len(data) < size:
+                raise ShardDamaged(f"{str(path)!r}: field {extension!r} of sample {entry.key!r} is cut short")
+            sample[extension] = data
+        return sample
+
+    def close(self) -> None:
+        """Close all files. The reader can be used again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> SampleReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, name: str) -> int:
+        descriptor = self._descriptors.pop(name, None)
+        if descriptor is not None and os.fstat(descriptor).st_nlink == 0:
+            os.close(descriptor)
+            descriptor = None
+        if descriptor is None:
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors[name] = descriptor
+        if len(self._descriptors) > self._max_open:
+            os.close(self._descriptors.popitem(last=False)[1])
+        return descriptor
+
+
+def read_sample(
+    path: Path, manifest: Manifest, shard_index: int, sample_index: int, reader: SampleReader | None = None
+) -> Sample:
+    """`SampleReader.read` with ``reader``, whose open files are kept, or with a file opened for this call."""
+    if reader is not None:
+        return reader.read(path, manifest, shard_index, sample_index)
+    with SampleReader(max_open=1) as once:
+        return once.read(path, manifest, shard_index, sample_index)

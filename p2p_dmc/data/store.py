@@ -1,0 +1,340 @@
+"""Shards on disk: content-addressed, verified, and never half-written under their final name.
+
+    root/<data set digest>/manifest.msgpack
+    root/<data set digest>/shards/<shard digest>.tar          held: whole and verified when it was written
+    root/<data set digest>/shards/<shard digest>.tar.part     on its way, removed when the store is opened
+    root/staging-*/                                           a data set being made, removed likewise
+
+Only digests in hexadecimal become part of a path. A file gets its final name by rename, after it and before
+its folder is synced, so a crash at any instant leaves either nothing or the whole shard. One process uses a
+store at a time (the agent sees to that); its threads may share it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from p2p_dmc.data.disk import (
+    MANIFEST_NAME,
+    SHARDS_NAME,
+    ShardMissing,
+    StoreFull,
+    disk_errors,
+    file_digest,
+    shard_path,
+    sync_folder,
+    write_durably,
+)
+from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest
+from p2p_dmc.data.partial import PART_SUFFIX, PartialShard
+from p2p_dmc.errors import RemoteProtocolError, UserError
+
+__all__ = ["PartialShard", "ShardMissing", "Store", "StoreFull"]
+
+_STAGING = "staging-"
+_DATASET_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
+
+
+class _Dataset:
+    """What is known in memory about one data set. Invariant: ``held`` names shards whose file is whole."""
+
+    __slots__ = ("folder", "held", "manifest", "partial")
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.held: set[int] = set()
+        self.partial: dict[int, PartialShard] = {}
+
+    def path(self, shard_index: int) -> Path:
+        digests = self.manifest.shard_digests
+        if not 0 <= shard_index < len(digests):
+            raise RemoteProtocolError(f"shard {shard_index} of a data set with {len(digests)}")
+        return shard_path(self.folder, digests[shard_index])
+
+
+class Store:
+    """All shards of one peer. Raises UserError when ``root`` cannot be used.
+
+    ``capacity_bytes`` bounds the bytes of shards, held and on their way; None leaves it to the disk.
+    A data set is named by its manifest's 16-byte digest, a shard by its index in the manifest. Methods that
+    take them raise LookupError for an unknown data set, RemoteProtocolError for an index out of range.
+    """
+
+    def __init__(self, root: Path, capacity_bytes: int | None = None) -> None:
+        self.root = root
+        self.capacity_bytes = capacity_bytes
+        self._lock = threading.RLock()
+        self._datasets: dict[bytes, _Dataset] = {}
+        self._used_bytes = 0  # held and reserved
+        self._unwritten_bytes = 0  # reserved and not on the disk yet
+        self.damaged: list[Path] = []
+        """Manifests found unreadable when the store was opened; `add_manifest` mends them."""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            raise UserError(f"{str(root)!r}: {error.strerror}; give another --home") from error
+
+    def _open(self) -> None:
+        for folder in sorted(self.root.iterdir()):
+            if folder.name.startswith(_STAGING):
+                shutil.rmtree(folder)
+            elif _DATASET_NAME.match(folder.name) and (folder / MANIFEST_NAME).is_file():
+                try:
+                    manifest: Manifest | None = Manifest.from_bytes((folder / MANIFEST_NAME).read_bytes())
+                except RemoteProtocolError:
+                    manifest = None
+                if manifest is None or manifest.digest.hex() != folder.name:
+                    self.damaged.append(folder)
+                else:
+                    self._adopt(folder, manifest)
+
+    def _adopt(self, folder: Path, manifest: Manifest) -> None:
+        """Take a data set in: list its shards, remove what an earlier life left unfinished."""
+        dataset = _Dataset(folder, manifest)
+        size_of: dict[str, int] = {}
+        for path in (folder / SHARDS_NAME).glob("*"):
+            if path.name.endswith(PART_SUFFIX):
+                path.unlink()
+            else:
+                size_of[path.name] = path.stat().st_size
+        for index, shard in enumerate(manifest.shards):
+            path = dataset.path(index)
+            size = size_of.get(path.name)
+            if size == shard.size_bytes:
+                self._hold(dataset, index)
+            elif size is not None:
+                path.unlink()
+        self._datasets[manifest.digest] = dataset
+
+    # -- data sets ---------------------------------------------------------------------------------------
+
+    def datasets(self) -> tuple[bytes, ...]:
+        """Digests of all data sets known here, sorted."""
+        with self._lock:
+            return tuple(sorted(self._datasets))
+
+    def manifest(self, dataset: bytes) -> Manifest:
+        return self._dataset(dataset).manifest
+
+    def by_name(self, name: str) -> Manifest | None:
+        """The data set of that name, None when there is none. Raises UserError when the name is ambiguous."""
+        with self._lock:
+            found = sorted(digest for digest, one in self._datasets.items() if one.manifest.name == name)
+        if len(found) > 1:
+            digests = " and ".join(digest.hex() for digest in found)
+            raise UserError(
+                f"{name!r}: different data sets of this name, {digests}; seed one under another --name"
+            )
+        return self.manifest(found[0]) if found else None
+
+    def add_manifest(self, manifest: Manifest) -> None:
+        """Make a data set known and durable. Nothing happens if it is known already."""
+        with self._lock:
+            if manifest.digest in self._datasets:
+                return
+            folder = self.root / manifest.digest.hex()
+            with disk_errors(folder):
+                (folder / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
+                write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
+                sync_folder(self.root)
+                self._adopt(folder, manifest)
+
+    def _dataset(self, dataset: bytes) -> _Dataset:
+        with self._lock:
+            try:
+                return self._datasets[dataset]
+            except KeyError:
+                raise LookupError(f"data set {dataset.hex()} is not known here") from None
+
+    # -- what is held ------------------------------------------------------------------------------------
+
+    def has(self, dataset: bytes, shard_index: int) -> bool:
+        with self._lock:
+            return dataset in self._datasets and shard_index in self._datasets[dataset].held
+
+    def holdings(self, dataset: bytes) -> frozenset[int]:
+        """Indexes of the shards held, from memory."""
+        with self._lock:
+            return frozenset(self._dataset(dataset).held)
+
+    def path(self, dataset: bytes, shard_index: int) -> Path:
+        """Where the shard lies once it is held, held or not."""
+        return self._dataset(dataset).path(shard_index)
+
+    def free_bytes(self) -> int:
+        """Room for more shards: what capacity and disk both allow, never negative."""
+        with self._lock:
+            free = shutil.disk_usage(self.root).free - self._unwritten_bytes
+            if self.capacity_bytes is not None:
+                free = min(free, self.capacity_bytes - self._used_bytes)
+            return max(0, free)
+
+    def read_range(self, dataset: bytes, shard_index: int, offset: int, size: int) -> bytes:
+        """Bytes of a held shard, to serve them. Raises RemoteProtocolError for a range outside the shard.
+
+        ShardMissing if it is not held, or if the file is gone or short, in which case it is held no longer.
+        """
+        one = self._dataset(dataset)
+        path = one.path(shard_index)
+        if offset < 0 or size < 0 or offset + size > one.manifest.shard_sizes[shard_index]:
+            raise RemoteProtocolError(f"range {offset}+{size} is outside shard {shard_index}")
+        if not self.has(dataset, shard_index):
+            raise ShardMissing(f"shard {shard_index} of data set {dataset.hex()} is not held here")
+        try:
+            with path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, offset)
+        except OSError as error:
+            self.drop(dataset, shard_index)
+            raise ShardMissing(f"{str(path)!r}: {error.strerror}") from error
+        if len(data) != size:
+            self.drop(dataset, shard_index)
+            raise ShardMissing(f"{str(path)!r}: the file is shorter than the manifest says")
+        return data
+
+    def verify(self, dataset: bytes, shard_index: int) -> bool:
+        """Hash a held shard again. A damaged one is deleted and held no longer. False if it is not held."""
+        one = self._dataset(dataset)
+        path = one.path(shard_index)
+        if not self.has(dataset, shard_index):
+            return False
+        try:
+            with path.open("rb") as file:
+                if file_digest(file) == one.manifest.shard_digests[shard_index]:
+                    return True
+        except OSError:
+            pass  # unreadable is as good as damaged: another replica has it
+        self.drop(dataset, shard_index)
+        return False
+
+    def drop(self, dataset: bytes, shard_index: int) -> None:
+        """Delete a shard. Whether other peers hold it is the caller's care. Nothing happens if not held."""
+        one = self._dataset(dataset)
+        path = one.path(shard_index)
+        with self._lock:
+            if shard_index in one.held:
+                one.held.discard(shard_index)
+                self._used_bytes -= one.manifest.shard_sizes[shard_index]
+                path.unlink(missing_ok=True)
+
+    # -- what is on its way ------------------------------------------------------------------------------
+
+    def open_partial(self, dataset: bytes, shard_index: int) -> PartialShard:
+        """Begin to receive a shard, or go on: the same object while it is neither committed nor abandoned.
+
+        Room for the whole shard is reserved. Raises StoreFull, and ValueError if the shard is held already.
+        """
+        one = self._dataset(dataset)
+        path = one.path(shard_index)
+        with self._lock:
+            if shard_index in one.held:
+                raise ValueError(f"shard {shard_index} of data set {dataset.hex()} is held already")
+            if shard_index not in one.partial:
+                one.partial[shard_index] = self._new_partial(one, shard_index, path)
+            return one.partial[shard_index]
+
+    def _new_partial(self, one: _Dataset, shard_index: int, path: Path) -> PartialShard:
+        size_bytes = one.manifest.shard_sizes[shard_index]
+        self._require_room(size_bytes)
+        with disk_errors(path):
+            path.parent.mkdir(exist_ok=True)
+            begun = PartialShard(
+                path,
+                one.manifest.shard_digests[shard_index],
+                size_bytes,
+                on_written=self._wrote,
+                on_end=partial(self._ended, one, shard_index),
+            )
+        self._used_bytes += size_bytes
+        self._unwritten_bytes += size_bytes
+        return begun
+
+    def _require_room(self, size_bytes: int) -> None:
+        free = self.free_bytes()
+        if size_bytes > free:
+            raise StoreFull(
+                f"{str(self.root)!r}: no room for {size_bytes} bytes, {free} are free; "
+                f"free some disk space or raise --capacity"
+            )
+
+    def _wrote(self, count: int) -> None:
+        with self._lock:
+            self._unwritten_bytes -= count
+
+    def _ended(self, one: _Dataset, shard_index: int, held: bool, unwritten_bytes: int) -> None:
+        """A partial shard was renamed into place, or is gone. Takes back what was reserved for it."""
+        with self._lock:
+            del one.partial[shard_index]
+            self._unwritten_bytes -= unwritten_bytes
+            self._used_bytes -= one.manifest.shard_sizes[shard_index]
+            if held:
+                self._hold(one, shard_index)
+
+    def _hold(self, one: _Dataset, shard_index: int) -> None:
+        if shard_index not in one.held:
+            one.held.add(shard_index)
+            self._used_bytes += one.manifest.shard_sizes[shard_index]
+
+    # -- making a data set -------------------------------------------------------------------------------
+
+    @contextmanager
+    def staging(self, size_bytes: int) -> Iterator[Path]:
+        """A folder for the shards, ``size_bytes`` in all, of a data set being made.
+
+        It is gone afterwards unless `publish` has taken it. Raises StoreFull when there is no room.
+        """
+        with self._lock:
+            self._require_room(size_bytes)
+            self._used_bytes += size_bytes
+        try:
+            with disk_errors(self.root):
+                folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
+                (folder / SHARDS_NAME).mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            with self._lock:
+                self._used_bytes -= size_bytes
+
+    def publish(self, staging: Path, manifest: Manifest) -> None:
+        """Take in a staged data set, all of whose shards lie synced in ``staging``, by one rename.
+
+        A data set that is known already receives the shards it lacked. Raises UserError if another data set
+        has this name.
+        """
+        with self._lock:
+            other = self.by_name(manifest.name)
+            if other is not None and other.digest != manifest.digest:
+                digests = f"{other.digest.hex()} is here and {manifest.digest.hex()} is new"
+                raise UserError(
+                    f"{manifest.name!r}: another data set has this name, {digests}; use another --name"
+                )
+            folder = self.root / manifest.digest.hex()
+            with disk_errors(folder):
+                if folder.exists():
+                    self.add_manifest(manifest)
+                    self._take_missing(staging, self._dataset(manifest.digest))
+                else:
+                    write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+                    sync_folder(staging / SHARDS_NAME)
+                    os.rename(staging, folder)
+                    sync_folder(self.root)
+                    self._adopt(folder, manifest)
+
+    def _take_missing(self, staging: Path, one: _Dataset) -> None:
+        for index, digest in enumerate(one.manifest.shard_digests):
+            if index not in one.held:
+                os.replace(shard_path(staging, digest), one.path(index))
+                self._hold(one, index)
+        sync_folder(one.folder / SHARDS_NAME)

@@ -1,0 +1,91 @@
+"""Single samples by offset: what was put in comes out, and a damaged file is an error, never wrong bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.samples import SampleReader, ShardDamaged, read_sample
+from p2p_dmc.data.store import Store
+from tests.data.helpers import make_tree, seed_tree, small_tree
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def seeded(tmp_path: Path) -> tuple[Path, Store, Manifest]:
+    tree = make_tree(small_tree(tmp_path / "tree"), {"v1.2/a.b/x.json": 10, "\udcff.txt": 3, "plain": 4})
+    store = Store(tmp_path / "store")
+    return tree, store, seed_tree(tree, store)
+
+
+def test_every_sample_in_any_order_equals_the_files(seeded: tuple[Path, Store, Manifest]) -> None:
+    tree, store, manifest = seeded
+    places = [(i, j) for i, shard in enumerate(manifest.shards) for j in range(shard.sample_count)]
+    random.Random(1).shuffle(places)
+    seen = set()
+    before = open_descriptors()
+    with SampleReader(max_open=2) as reader:
+        for i, j in places:
+            sample = read_sample(store.path(manifest.digest, i), manifest, i, j, reader)
+            assert open_descriptors() <= before + 2
+            key = sample.pop("__key__")
+            assert isinstance(key, str)
+            assert sample.pop("__shard__") == manifest.shards[i].digest.hex()
+            seen.add(key)
+            for extension, data in sample.items():
+                path = tree / (key if key == "plain" else f"{key}.{extension}")
+                assert data == path.read_bytes()
+    assert open_descriptors() == before
+    assert seen == set(manifest.keys()) and {"v1.2/a.b/x", "\udcff", "plain"} <= seen
+
+
+def test_without_a_reader_nothing_stays_open(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    before = open_descriptors()
+    assert read_sample(store.path(manifest.digest, 0), manifest, 0, 0)["__key__"] == next(manifest.keys())
+    assert open_descriptors() == before
+
+
+def test_short_file_is_an_error_that_names_it(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    path = store.path(manifest.digest, 0)
+    last = manifest.shards[0].sample_count - 1
+    os.truncate(path, manifest.shards[0].samples[last].fields[-1][1])
+    with pytest.raises(ShardDamaged, match=path.name):
+        read_sample(path, manifest, 0, last)
+    assert read_sample(path, manifest, 0, 0)["__key__"] == manifest.shards[0].key(0)
+
+
+def test_replaced_file_is_opened_again(seeded: tuple[Path, Store, Manifest], tmp_path: Path) -> None:
+    """After a damaged shard was deleted and fetched again, an open reader must see the new file."""
+    _, store, manifest = seeded
+    path = store.path(manifest.digest, 0)
+    shutil.copy(path, tmp_path / "good")
+    path.write_bytes(bytes(manifest.shards[0].size_bytes))
+    last = manifest.shards[0].sample_count - 1
+    with SampleReader() as reader:
+        wrong = reader.read(path, manifest, 0, last)
+        os.replace(tmp_path / "good", path)
+        right = reader.read(path, manifest, 0, last)
+    assert right != wrong and right == read_sample(path, manifest, 0, last)
+
+
+def test_gone_file_and_wrong_indexes(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    path = store.path(manifest.digest, 0)
+    for indexes in ((0, 10_000), (0, -1), (10_000, 0), (-1, 0)):
+        with pytest.raises(IndexError):
+            read_sample(path, manifest, *indexes)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_sample(path, manifest, 0, 0)
+    with pytest.raises(ValueError, match="max_open"):
+        SampleReader(0)
