@@ -155,7 +155,7 @@ class Optimizer(torch.optim.Optimizer):
         return getattr(self._inner, name)
 
     def __repr__(self) -> str:
-        return f"dmc.{super().__repr__()}"
+        return f"dmc.Optimizer({self._inner!r})"
 
 
 def _fixed(tau: int) -> TauPolicy:

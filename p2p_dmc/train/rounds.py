@@ -112,8 +112,9 @@ class Rounds:
             case tm.Lease():
                 self.leases.add(message)
             case tm.LeaseEnd():
-                self.leases.end = message
-                self.epoch = max(self.epoch, message.epoch)
+                if message.epoch <= self.epoch or message.finished:
+                    self.leases.end = message
+                self.epoch = max(self.epoch, message.epoch)  # a new epoch: the loader asks for that
             case _:
                 pass  # an answer that somebody waits for, or the late word of a round that is over
 

@@ -1,4 +1,5 @@
-"""One member of a view for the collective's tests: ``python -m tests.train.member ENDPOINT RANK WORLD PLAN...``.
+"""One member of a view for the collective's tests: ``python -m tests.train.member ENDPOINT RANK WORLD
+PLAN...``.
 
 PLAN is a list of words, done in turn; each prints one JSON line.
 """

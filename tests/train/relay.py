@@ -1,4 +1,4 @@
-"""What the agents do for a rendezvous, in one ROUTER: a value that one member publishes goes to all of them."""
+"""What the agents do for a rendezvous, in one ROUTER: what one member publishes goes to all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from p2p_dmc.wire import trainer_messages as tm
 
 
 class Relay:
-    """Passes StoreSet on as StoreValue to every trainer that has said anything, answers StoreGet, keeps the rest.
+    """Passes StoreSet on as StoreValue to every trainer that has said anything, answers StoreGet, keeps the
+    rest.
 
     ``hold`` delays publications until ``release``: a member whose state is not there yet.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from p2p_dmc.errors import UserError
 from p2p_dmc.train import sockets
@@ -121,7 +124,9 @@ def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster) ->
 
 
 def test_a_stopped_member_is_cancelled_in_milliseconds(cluster: Cluster) -> None:
-    survivor = "timeout_ms=20000 start reduce=10 wait-input cancel-after=0.5 until-failure=1000 drop resources"
+    survivor = (
+        "timeout_ms=20000 start reduce=10 wait-input cancel-after=0.5 until-failure=1000 drop resources"
+    )
     members = cluster.start(survivor, survivor, "timeout_ms=20000 start reduce=10 wait-input")
     for member in members:
         member.until("reduced")
@@ -147,8 +152,6 @@ def test_a_member_that_never_comes_holds_nobody(cluster: Cluster) -> None:
 
 
 def test_alone_there_is_no_group() -> None:
-    import torch
-
     sent: list[object] = []
     group = ViewGroup(view(1, 0, 1, 1000), "127.0.0.1", sent.append)
     tensor = torch.ones(3)
@@ -192,17 +195,19 @@ def test_values_carry_the_listener(listener: sockets.Endpoint | None) -> None:
 
 
 def test_only_the_groups_sockets_are_shut_down() -> None:
-    import socket
+    with contextlib.ExitStack() as stack:
+        ours, users = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        dialled, accepted = connected(stack, ours)
+        other, served = connected(stack, users)
+        assert sockets.shut_connected(ours.getsockname(), frozenset()) == 1
+        assert dialled.recv(1) == accepted.recv(1) == b""  # what our listener accepted is shut down
+        other.sendall(b"x")
+        assert served.recv(1) == b"x"  # the user's is not
+        assert sockets.shut_connected(None, frozenset({users.getsockname()})) == 1
+        assert served.recv(1) == b""
+        connected(stack, ours)  # the listener still accepts
 
-    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as users:
-        with socket.create_connection(ours.getsockname()) as dialled, ours.accept()[0] as accepted:
-            with socket.create_connection(users.getsockname()) as other, users.accept()[0] as served:
-                assert sockets.shut_connected(ours.getsockname(), frozenset()) == 1
-                assert dialled.recv(1) == b""  # what our listener accepted is shut down
-                other.sendall(b"x")
-                assert served.recv(1) == b"x"  # the user's is not
-                assert sockets.shut_connected(None, frozenset({users.getsockname()})) == 1
-                assert served.recv(1) == b""
-        with socket.create_connection(ours.getsockname()), ours.accept()[0]:
-            pass  # the listener still accepts
-        assert accepted.fileno() == -1
+
+def connected(stack: contextlib.ExitStack, server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = stack.enter_context(socket.create_connection(server.getsockname()))
+    return client, stack.enter_context(server.accept()[0])
