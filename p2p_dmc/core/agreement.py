@@ -1,0 +1,271 @@
+"""Agreement: who synchronises with whom, from which state (DESIGN section 6).
+
+A state machine without I/O. One mechanism serves every change of the view: a peer that sees cause asks the
+others for theirs (`Cause`); with a majority's it freezes and proposes (`Propose`); proposals grow by union
+until all candidates said the same sets; then everybody installs the view that these words add up to, or waits
+because the candidates are no quorum. `Ready` says what to do after each event, in which order.
+
+This file is the face that the shell sees; `agreement_machine.py` has the transitions, `quorum.py` decides.
+"""
+
+from __future__ import annotations
+
+from p2p_dmc.core.agreement_machine import AgreementMachine
+from p2p_dmc.core.agreement_messages import (
+    AgreementMessage,
+    Cause,
+    Lineage,
+    MemberId,
+    Promised,
+    Propose,
+    Ready,
+    StateRef,
+    Stopped,
+    Surpassed,
+    Verdict,
+    Withdrawal,
+)
+
+IDLE_MS = 60_000
+"""How far off the next deadline is when nothing is going on."""
+
+
+class Agreement(AgreementMachine):
+    """One peer's part. Event methods return a `Ready`; time is in milliseconds and never runs backwards."""
+
+    # -- what the shell may ask ------------------------------------------------------------------
+
+    @property
+    def change_wanted(self) -> bool:
+        """Goes into the next header: with it set in any header, everybody calls `at_barrier`."""
+        if self.frozen or self.view is None or self._now < self._not_before_ms:
+            return False
+        return bool(self._wanted or self._joiners() or self._cause())
+
+    def waiting_for(self) -> str | None:
+        """Why no round can be had, in plain words; None if nothing is in the way."""
+        if self._withdrawn:
+            return "this peer takes no part for now"
+        if self.left_out:
+            return "a later view stands without this peer; it asks to join"
+        if self._attempt is not None:
+            unheard = self._attempt.unheard()
+            if unheard:
+                return f"attempt {self._attempt.n} waits for the answer of {', '.join(unheard)}"
+            return self._decision.describe() if self._decision is not None else None
+        if self.view is None:
+            return "no view has been proposed yet"
+        gone = [member.peer_id for member in self.view.members if self._lost(member)]
+        if not gone:
+            return None
+        here = len(self.view.members) - len(gone)
+        name = f"view {self.view.view_epoch}"
+        return f"{here} of {len(self.view.members)} members of {name} answer; waiting for {', '.join(gone)}"
+
+    def next_deadline_ms(self, now_ms: int) -> int:
+        """When `tick` has something to do."""
+        deadlines = [now_ms + IDLE_MS]
+        attempt = self._attempt
+        if attempt is not None and not self.left_out:
+            deadlines += [attempt.resend_at_ms, attempt.replace_at_ms]
+            deadlines += [
+                attempt.since_ms[peer] + self._settings.join_patience_ms
+                for peer in attempt.members
+                if peer not in attempt.words and not self._protected(peer)
+            ]
+        elif not self.frozen and self._cause() is not None:
+            deadlines.append(max(self._not_before_ms, self._cause_resend_ms))
+        return max(now_ms + 1, min(deadlines))
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> Ready:
+        """Time passed."""
+        self._begin(now_ms)
+        return self._finish()
+
+    def receive(self, message: AgreementMessage, now_ms: int) -> Ready:
+        """A message of another peer."""
+        self._begin(now_ms)
+        match message:
+            case Propose():
+                self._on_propose(message)
+            case Cause():
+                self._on_cause(message)
+            case Promised():
+                if self._fenced(message.sender, message.history):
+                    self._book.hear_promises(message)
+            case Surpassed():
+                self._on_surpassed(message)
+            case Withdrawal():
+                if self._fenced(message.stopped.member, message.history):
+                    self._on_withdrawn(message.stopped)
+        return self._finish()
+
+    def found(self, peers: tuple[str, ...], now_ms: int) -> Ready:
+        """The shell found it in order to found the run, or reopen it, with these reachable peers."""
+        self._begin(now_ms)
+        if self._withdrawn or not self.frozen:
+            self._accepted = False
+        elif self._attempt is None or self.left_out:
+            self._open(self._n + 1, peers, (), "founding or reopening")
+        elif self._attempt.grow(peers, (), self._now):
+            self._say(self._attempt, "more peers to found with")
+        return self._finish()
+
+    def join_requested(self, peer_id: str, now_ms: int) -> Ready:
+        """A ready peer outside the view asks to join; it repeats that until it is in."""
+        self._begin(now_ms)
+        if peer_id != self.me.peer_id:
+            self._book.joiners[peer_id] = now_ms
+            self._book.away.discard(self._book.member(peer_id))
+            settled = self._now - self._installed_ms > self._settings.join_ttl_ms
+            if self.view is not None and peer_id in self.view.peers and settled:
+                self._strays.add(peer_id)
+        return self._finish()
+
+    def verdict(
+        self, peer_id: str, boot: int, state: Verdict, now_ms: int, *, version: int | None = None
+    ) -> Ready:
+        """Membership's word about one incarnation.
+
+        Args:
+            version: for CRASHED, the `promise_version` that its last acknowledgement carried; a crash whose
+                last promises did not arrive is only a death. None: take those that did.
+        """
+        self._begin(now_ms)
+        if peer_id != self.me.peer_id:
+            self._book.judge(MemberId(peer_id=peer_id, boot=boot), state, version)
+            if state is not Verdict.REACHABLE:
+                self._book.joiners.pop(peer_id, None)
+        return self._finish()
+
+    def withdrawn(self, stopped: Stopped, now_ms: int) -> Ready:
+        """A graceful leave, or a lost trainer, said by that agent itself."""
+        self._begin(now_ms)
+        if stopped.member.peer_id != self.me.peer_id:
+            self._on_withdrawn(stopped)
+        return self._finish()
+
+    def withdraw(self) -> Stopped:
+        """Take no part until `rejoin`. Tell the others what is returned: they go on without these votes."""
+        self.frozen, self.view, self._attempt, self._withdrawn = True, None, None, True
+        self._vote_floor = self._n
+        return self._farewell()
+
+    def rejoin(self, now_ms: int) -> Ready:
+        """The trainer is back. The memory is whole, but the votes given up stay given up."""
+        self._begin(now_ms)
+        if self._withdrawn:
+            self._withdrawn = False
+            self._book.promised.clear()
+            if self._last is not None and not self.left_out:
+                self._open(self._n + 1, (), (), "back again")
+        return self._finish()
+
+    def wants_change(self, reason: str, now_ms: int, *, at_once: bool) -> Ready:
+        """This peer wants another view: at the next barrier, or at once (a collective failed)."""
+        self._begin(now_ms)
+        if at_once and not self.frozen:
+            self._wanted_at_once = reason
+        elif not at_once:
+            self._wanted = reason
+        else:
+            self._accepted = False
+        return self._finish()
+
+    def at_barrier(self, now_ms: int) -> Ready:
+        """All members stand at a header barrier and one wants a change: everybody proposes."""
+        self._begin(now_ms)
+        if self.view is None or self.frozen:
+            self._accepted = False
+        else:
+            self._open(self._n + 1, self._joiners(), (), "agreed at the barrier")
+        return self._finish()
+
+    def complete(self, state: StateRef, now_ms: int) -> Ready:
+        """Record a round's result. Refused when frozen, behind, or when it is not the view's next round."""
+        self._begin(now_ms)
+        view = self.view
+        expected = None if view is None else (view.view_epoch, self.completed.lineage[1] + 1)
+        if view is None or self.frozen or self._behind or state.lineage != expected:
+            self._accepted = False
+            self._note(f"round {state.lineage} is refused: expected {expected}, frozen {self.frozen}")
+            return self._finish()
+        self.completed = state
+        self._known = view.ref
+        if self._base != view.ref:
+            self._base = view.ref
+            self._promise_to(view.peers)
+        return self._finish()
+
+    def committed(self, lineage: Lineage) -> None:
+        """Every member of the view is known to hold it."""
+        self.committed_lineage = max(self.committed_lineage, lineage)
+
+    def adopted(self, state: StateRef, now_ms: int) -> Ready:
+        """The view's start state, or a newer one of this view, is held and verified.
+
+        Refused while frozen, for what was said is final; then it is said in the next attempt (keep it).
+        """
+        self._begin(now_ms)
+        view = self.view
+        if view is None or self.frozen:
+            self._accepted = False
+            if state.lineage > self.completed.lineage:
+                self._late = state
+        elif self._behind and (state == view.start or state.lineage[0] == view.view_epoch):
+            self._adopt(state)
+        else:
+            self._accepted = False
+        return self._finish()
+
+    def checkpointed(self, lineage: Lineage, now_ms: int) -> Ready:
+        """A checkpoint of this committed state is on disk.
+
+        The base moves on disk only together with a checkpoint from that view, and pending views up to it go.
+        """
+        self._begin(now_ms)
+        if self._known is not None and lineage[0] == self._known.view_epoch:
+            self._disk_known, self._persist = self._known, True
+        if self._base is not None and lineage[0] == self._base.view_epoch:
+            self._disk_base, self._persist = self._base, True
+            self._pending = {view for view in self._pending if view.view_epoch > lineage[0]}
+            self._prune()
+        return self._finish()
+
+    def established(self, view_epoch: int) -> None:
+        """The first headers of all members of this view are in: everybody has installed it."""
+        if self.view is not None and self.view.view_epoch == view_epoch:
+            self._raises = 0
+
+    def yield_history(self, completed: StateRef, now_ms: int) -> Ready:
+        """Give up this peer's history for another one: from here on it is a newcomer with that state."""
+        self._begin(now_ms)
+        self._freeze()
+        self.view, self._attempt, self._last, self._late = None, None, None, None
+        self.history, self.completed, self.left_out = b"", completed, True
+        self._base = self._known = self._disk_base = self._disk_known = None
+        self._pending.clear()
+        self.committed_lineage = (0, 0)
+        return self._finish()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with both values, if this peer contradicts itself."""
+        view = self.view
+        assert self._n >= self._floor, f"said {self._n} after {self._floor} was on disk"
+        assert self.frozen or view is not None, "not frozen, and no view stands"
+        assert not (self.frozen and view is not None), "frozen, and a view stands"
+        if view is not None:
+            assert view.view_epoch == self._n, f"view {view.view_epoch} stands, but {self._n} was said"
+            assert self.me in view.members, f"{self.me} is not in its own view {view.members}"
+            assert view.ref in self._pending or self._disk_base == view.ref, (
+                "the standing view was not promised"
+            )
+            assert self._attempt is None, "an attempt under way beside a standing view"
+        for pending in self._pending:
+            assert pending.view_epoch <= self._n, f"pending view {pending.view_epoch} above n {self._n}"
+        if self._base is not None:
+            assert self.completed.lineage[0] >= self._base.view_epoch, "completed is older than the base"
+        if self._attempt is not None:
+            assert self._attempt.n == self._n, f"attempt {self._attempt.n} while {self._n} was said"

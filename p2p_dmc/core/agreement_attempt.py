@@ -1,0 +1,177 @@
+"""The books of agreement: one attempt's words, and what is known about the other peers. No decisions here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from p2p_dmc.core.agreement_messages import (
+    MemberId,
+    Promised,
+    Propose,
+    Stopped,
+    Verdict,
+    ViewRef,
+)
+
+
+class Attempt:
+    """Attempt n: the sets as this peer says them, and what everybody said last.
+
+    Invariant: `candidates` and `stopped` only grow.
+    """
+
+    def __init__(self, *, n: int, content: Propose, now_ms: int) -> None:
+        self.n = n
+        self.content = content
+        """This peer's word, whose sets are replaced as they grow and whose content is fixed."""
+        self.candidates: set[str] = set()
+        self.stopped: set[str] = set()
+        self.words: dict[str, Propose] = {}
+        self.since_ms: dict[str, int] = {}
+        """When each candidate was first asked."""
+        self.resend_at_ms = now_ms
+        self.resend_gap_ms = 0
+        self.replace_at_ms = now_ms
+        self.judged: tuple[Propose, ...] = ()
+        """The words of the last decision, which was no."""
+
+    def grow(self, candidates: Iterable[str], stopped: Iterable[str], now_ms: int) -> bool:
+        """Take the union; True if it is more than before. Only candidates can be stopped."""
+        before = len(self.candidates), len(self.stopped)
+        self.candidates |= set(candidates)
+        self.stopped |= set(stopped) & self.candidates
+        for peer in self.candidates:
+            self.since_ms.setdefault(peer, now_ms)
+        return (len(self.candidates), len(self.stopped)) != before
+
+    @property
+    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(sorted(self.candidates)), tuple(sorted(self.stopped))
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """C = A - D, sorted."""
+        return tuple(sorted(self.candidates - self.stopped))
+
+    def hear(self, word: Propose) -> None:
+        """Keep the last word of each peer: of one incarnation, the one with the larger sets."""
+        old = self.words.get(word.sender.peer_id)
+        if old is not None and old.sender == word.sender:
+            if len(old.candidates) + len(old.stopped) > len(word.candidates) + len(word.stopped):
+                return
+            if old.installed:
+                return
+        self.words[word.sender.peer_id] = word
+
+    def unheard(self) -> list[str]:
+        """Members that have not said these sets."""
+        sets = self.sets
+        return [peer for peer in self.members if peer not in self.words or self.words[peer].sets != sets]
+
+    def agreed(self) -> tuple[Propose, ...] | None:
+        """Everybody's word in ring order, once all members said the same sets."""
+        if self.unheard():
+            return None
+        return tuple(sorted((self.words[peer] for peer in self.members), key=lambda word: word.sender))
+
+
+class PeerBook:
+    """What is known about the others: incarnations, verdicts, promises, records of those that stopped."""
+
+    def __init__(self) -> None:
+        self.boots: dict[str, int] = {}
+        self.verdicts: dict[str, tuple[int, Verdict]] = {}
+        self.promised: dict[MemberId, Promised] = {}
+        """The newest promises heard of each member."""
+        self.greatest_n: dict[MemberId, int] = {}
+        self.records: dict[MemberId, Stopped] = {}
+        self.away: set[MemberId] = set()
+        """Withdrawn, and not heard to be back."""
+        self.joiners: dict[str, int] = {}
+        """When each last asked to join."""
+
+    def member(self, peer_id: str) -> MemberId:
+        """The newest incarnation known; boot 0 stands for one never heard of."""
+        return MemberId(peer_id=peer_id, boot=self.boots.get(peer_id, 0))
+
+    def note(self, member: MemberId) -> bool:
+        """Remember the incarnation; False if a newer one is known."""
+        if member.boot < self.boots.get(member.peer_id, 0):
+            return False
+        self.boots[member.peer_id] = member.boot
+        return True
+
+    def superseded(self, member: MemberId) -> bool:
+        return self.boots.get(member.peer_id, 0) > member.boot
+
+    def gone(self, peer_id: str) -> bool:
+        """Dead, crashed or withdrawn, in its newest incarnation."""
+        member = self.member(peer_id)
+        boot, verdict = self.verdicts.get(peer_id, (0, Verdict.REACHABLE))
+        return member in self.away or (boot >= member.boot and verdict is not Verdict.REACHABLE)
+
+    def hear_promises(self, promised: Promised) -> None:
+        old = self.promised.get(promised.sender)
+        if old is not None and promised.version < old.version:
+            return
+        self.promised[promised.sender] = promised
+        record = self.records.get(promised.sender)
+        if record is not None and not record.withdrawn:  # it was on its way when the sender crashed
+            self.records[promised.sender] = crash_record(promised)
+
+    def hear_word(self, word: Propose) -> bool:
+        """Note what a word tells about its sender; False if the sender has said a greater n since."""
+        if word.n < self.greatest_n.get(word.sender, 0):
+            return False
+        self.greatest_n[word.sender] = word.n
+        record = self.records.get(word.sender)
+        if record is not None and word.n > record.n:
+            self.away.discard(word.sender)
+        self.hear_promises(
+            Promised(
+                history=word.history,
+                sender=word.sender,
+                n=word.n,
+                base=word.base,
+                pending=word.pending,
+                version=word.version,
+            )
+        )
+        return True
+
+    def judge(self, member: MemberId, verdict: Verdict, version: int | None) -> None:
+        """A verdict of membership. `version`: of the promises in the last acknowledgement, where known."""
+        if self.note(member):
+            self.verdicts[member.peer_id] = (member.boot, verdict)
+        record = self.records.get(member)
+        if verdict is Verdict.CRASHED:
+            promised = self.promised.get(member)
+            if promised is not None and promised.version >= (version or 0):
+                self.records[member] = crash_record(promised)
+        elif verdict is Verdict.REACHABLE and record is not None and not record.withdrawn:
+            del self.records[member]
+
+    def withdraw(self, stopped: Stopped) -> bool:
+        """A member's own farewell; False if it has been heard of since."""
+        old = self.records.get(stopped.member)
+        if stopped.n < self.greatest_n.get(stopped.member, 0) or not self.note(stopped.member):
+            return False
+        if old is None or not old.withdrawn or old.n <= stopped.n:
+            self.records[stopped.member] = stopped
+        self.away.add(stopped.member)
+        return True
+
+    def forget_all_but(self, members: set[MemberId]) -> None:
+        """Records and promises of members that no view of interest names are of no use."""
+        for book in (self.records, self.promised, self.greatest_n):
+            for member in [member for member in book if member not in members]:
+                if member not in self.away:
+                    del book[member]
+
+
+def said_set(n: int, members: Iterable[MemberId]) -> ViewRef:
+    return ViewRef(view_epoch=n, members=tuple(sorted(members)))
+
+
+def crash_record(promised: Promised) -> Stopped:
+    return Stopped(member=promised.sender, n=promised.n, base=promised.base, pending=promised.pending)

@@ -1,0 +1,537 @@
+"""The transitions of agreement: freeze, open an attempt, say a word, merge one, install, be left out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook, said_set
+from p2p_dmc.core.agreement_messages import (
+    AgreementMessage,
+    AgreementSettings,
+    Cause,
+    Lineage,
+    MemberId,
+    Promised,
+    Promises,
+    Propose,
+    Ready,
+    StateRef,
+    Stopped,
+    Surpassed,
+    View,
+    ViewRef,
+    Withdrawal,
+    minted_history,
+    view_id,
+)
+from p2p_dmc.core.quorum import Decision, Quorum, decide
+
+
+class AgreementMachine:
+    """State and transitions of one peer.
+
+    Invariant: while a view stands (`not frozen`), its epoch is the greatest n this peer has said.
+    Invariant: `completed` does not change from the first word of an attempt until a view is installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: MemberId,
+        quorum: Quorum,
+        promises: Promises,
+        completed: StateRef,
+        payload: Callable[[], bytes],
+        rng: random.Random,
+        settings: AgreementSettings,
+        now_ms: int,
+    ) -> None:
+        self.me = me
+        self.view: View | None = None
+        self.frozen = True
+        self.left_out = False
+        """A later view stands without this peer: it has to ask to join."""
+        self.completed = completed
+        self.committed_lineage: Lineage = (0, 0)
+        self.history = promises.history
+        self.promise_version = 0
+        """Grows with what this peer promised; its acknowledgements of probes should carry it."""
+        self._quorum, self._payload, self._rng, self._settings = quorum, payload, rng, settings
+        self._n = self._floor = promises.n
+        self._base = self._disk_base = promises.base
+        self._known = self._disk_known = promises.known
+        self._pending = set(promises.pending)
+        self._vote_floor = 0
+        self._last: ViewRef | None = None
+        """The view last installed in this life."""
+        self._behind = False
+        """The view's start state is not adopted yet."""
+        self._late: StateRef | None = None
+        """Adopted while frozen: said in the next attempt."""
+        self._withdrawn = False
+        self._book = PeerBook()
+        self._attempt: Attempt | None = None
+        self._word: Propose | None = None
+        """What this peer said of the standing view."""
+        self._decision: Decision | None = None
+        self._now = now_ms
+        self._installed_ms = now_ms
+        self._start_books(now_ms)
+
+    def _start_books(self, now_ms: int) -> None:
+        self._wanted: str | None = None
+        self._wanted_at_once: str | None = None
+        self._strays: set[str] = set()
+        """Members of the standing view that can no longer enter it."""
+        self._causes: dict[MemberId, int] = {}
+        """When each member of the standing view last saw cause to leave it."""
+        self._cause_resend_ms = now_ms
+        self._last_open_ms = now_ms - self._settings.calm_ms
+        self._not_before_ms = now_ms
+        self._strikes = self._raises = 0
+        self._persist = self._froze = False
+        self._accepted = True
+        self._sends: list[tuple[str, AgreementMessage]] = []
+        self._trace: list[str] = []
+        self._installed: View | None = None
+
+    # -- one event -------------------------------------------------------------------------------
+
+    def _begin(self, now_ms: int) -> None:
+        self._now = max(self._now, now_ms)
+        self._persist = self._froze = False
+        self._accepted = True
+        self._sends, self._trace, self._installed = [], [], None
+
+    def _finish(self) -> Ready:
+        self._progress()
+        return Ready(
+            froze=self._froze,
+            persist=self.promises if self._persist else None,
+            sends=tuple(self._sends),
+            installed=self._installed,
+            accepted=self._accepted,
+            trace=tuple(self._trace),
+        )
+
+    def _send(self, peer_id: str, message: AgreementMessage) -> None:
+        if peer_id != self.me.peer_id:
+            self._sends.append((peer_id, message))
+
+    def _note(self, line: str) -> None:
+        self._trace.append(line)
+
+    @property
+    def promises(self) -> Promises:
+        """What is on disk, or must be before anything is sent."""
+        return Promises(
+            n=self._n,
+            history=self.history,
+            base=self._disk_base,
+            known=self._disk_known,
+            pending=tuple(sorted(self._pending)),
+        )
+
+    def _progress(self) -> None:
+        """Whatever has become possible or due."""
+        if self._withdrawn:
+            return
+        if not self.frozen:
+            self._consider_change()
+        if self._attempt is not None and not self.left_out:
+            self._advance(self._attempt)
+
+    # -- a standing view: is there cause to leave it? --------------------------------------------
+
+    def _lost(self, member: MemberId) -> bool:
+        return member != self.me and (self._book.superseded(member) or self._book.gone(member.peer_id))
+
+    def _cause(self) -> str | None:
+        """This peer's own reason to leave the standing view, now."""
+        view = self.view
+        if view is None:
+            return None
+        lost = [member.peer_id for member in view.members if self._lost(member)]
+        if lost:
+            return f"lost {', '.join(lost)}"
+        if self._strays:
+            return f"{', '.join(sorted(self._strays))} cannot enter view {view.view_epoch}"
+        return self._wanted_at_once
+
+    def _consider_change(self) -> None:
+        view, cause = self.view, self._cause()
+        if view is None or cause is None or self._now < self._not_before_ms:
+            return
+        if self._now >= self._cause_resend_ms:
+            self._cause_resend_ms = self._now + self._settings.cause_ttl_ms // 4
+            message = Cause(history=self.history, view_epoch=view.view_epoch, sender=self.me)
+            for peer in view.peers:
+                self._send(peer, message)
+            self._note(f"sees cause to leave view {view.view_epoch}: {cause}")
+        if self._enough_causes(view):
+            self._open(self._n + 1, {*view.peers, *self._joiners()}, (), cause)
+
+    def _enough_causes(self, view: View) -> bool:
+        """The pre-vote: counted as the quorum is, but on this peer's own knowledge."""
+        oldest = self._now - self._settings.cause_ttl_ms
+        causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
+        votes = [member for member in view.members if member in causes and not self._lost(member)]
+        counted = [member for member in view.members if member in votes or not self._uncounted(member, view)]
+        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.members[0] in votes)
+
+    def _uncounted(self, member: MemberId, view: View) -> bool:
+        if self._book.superseded(member) or (self._quorum is Quorum.ANY and self._lost(member)):
+            return True
+        record = self._book.records.get(member)
+        if record is None:
+            return False
+        if record.withdrawn:
+            return view.view_epoch <= record.n
+        return self._quorum is not Quorum.STRICT
+
+    def _joiners(self) -> list[str]:
+        """Those who asked to join and still do."""
+        oldest = self._now - self._settings.join_ttl_ms
+        inside = self._last_peers() if not self.frozen else ()
+        return sorted(
+            peer
+            for peer, asked_ms in self._book.joiners.items()
+            if asked_ms >= oldest and peer not in inside and not self._book.gone(peer)
+        )
+
+    def _last_peers(self) -> tuple[str, ...]:
+        return self._last.peers if self._last is not None else ()
+
+    # -- an attempt ------------------------------------------------------------------------------
+
+    def _freeze(self) -> None:
+        if not self.frozen:
+            self.frozen = self._froze = True
+
+    def _open(self, n: int, candidates: Iterable[str], stopped: Iterable[str], why: str) -> None:
+        """Freeze and say the first word of attempt n. What it says of this peer is fixed here."""
+        self._freeze()
+        self._take_strike()
+        if self._late is not None and self._late.lineage > self.completed.lineage:
+            self.completed = self._late
+        self._late, self.view, self._word, self.left_out = None, None, None, False
+        self._wanted = self._wanted_at_once = None
+        self._n = n
+        content = Propose(
+            history=self.history,
+            n=n,
+            sender=self.me,
+            candidates=(self.me.peer_id,),
+            stopped=(),
+            completed=self.completed,
+            base=self._base,
+            known=self._known,
+            pending=(),
+            seen=(),
+            vote_floor=self._vote_floor,
+            payload=self._payload(),
+        )
+        attempt = Attempt(n=n, content=content, now_ms=self._now)
+        gap_ms = min(self._settings.stuck_max_ms, self._settings.stuck_ms << min(self._raises, 10))
+        attempt.replace_at_ms = self._now + self._randomised(gap_ms)
+        self._attempt, self._decision = attempt, None
+        everybody = {self.me.peer_id, *self._last_peers(), *candidates}
+        gone = {peer for peer in everybody if peer != self.me.peer_id and self._book.gone(peer)}
+        attempt.grow(everybody, {*stopped, *gone}, self._now)
+        self._say(attempt, why)
+
+    def _randomised(self, gap_ms: int) -> int:
+        return gap_ms // 2 + self._rng.randrange(gap_ms + 1)
+
+    def _take_strike(self) -> None:
+        """Attempts in a row make the next one wait; the first after a calm is immediate."""
+        calm = self._now - self._last_open_ms >= self._settings.calm_ms
+        self._strikes = 0 if calm else self._strikes + 1
+        self._last_open_ms = self._now
+        gap_ms = min(self._settings.pause_max_ms, self._settings.pause_ms << min(self._strikes, 10))
+        self._not_before_ms = self._now + self._randomised(gap_ms)
+
+    def _say(self, attempt: Attempt, why: str) -> None:
+        """Say the sets as they are now. On disk first: somebody may install them."""
+        candidates, stopped = attempt.sets
+        self._pending.add(
+            said_set(
+                attempt.n,
+                (self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.members),
+            )
+        )
+        self.promise_version += 1
+        self._persist = True
+        records = self._book.records
+        word = replace(
+            attempt.content,
+            candidates=candidates,
+            stopped=stopped,
+            pending=tuple(sorted(self._pending)),
+            seen=tuple(records[member] for member in sorted(records)),
+            version=self.promise_version,
+        )
+        attempt.words[self.me.peer_id] = word
+        attempt.resend_gap_ms = self._settings.resend_ms
+        attempt.resend_at_ms = self._now + attempt.resend_gap_ms
+        for peer in candidates:
+            self._send(peer, word)
+        self._note(
+            f"proposes {attempt.n} {'+'.join(attempt.members)} without {'+'.join(stopped) or 'none'}: {why}"
+        )
+
+    def _advance(self, attempt: Attempt) -> None:
+        """Grow the sets by what is known by now, install if everybody agrees, else repeat or replace."""
+        me = self.me.peer_id
+        stopped = {peer for peer in attempt.members if peer != me and self._book.gone(peer)}
+        stopped |= self._silent(attempt)
+        refused = self._decision is not None and not self._decision.holds
+        if attempt.grow(self._joiners() if refused else (), stopped, self._now):
+            self._say(attempt, "the sets grew")
+        words = attempt.agreed()
+        if words is not None and words != attempt.judged:
+            self._judge(attempt, words)
+        if self._attempt is not attempt:
+            return
+        if self._now >= attempt.replace_at_ms:
+            self._replace_if_stuck(attempt)
+        elif self._now >= attempt.resend_at_ms:
+            attempt.resend_gap_ms = min(self._settings.resend_max_ms, 2 * attempt.resend_gap_ms)
+            attempt.resend_at_ms = self._now + attempt.resend_gap_ms
+            for peer in attempt.unheard():
+                self._send(peer, attempt.words[me])
+
+    def _silent(self, attempt: Attempt) -> set[str]:
+        """Joiners that did not answer in time. Nobody of the last view is dropped for silence."""
+        deadline_ms = self._now - self._settings.join_patience_ms
+        return {
+            peer
+            for peer in attempt.members
+            if peer not in attempt.words
+            and attempt.since_ms[peer] <= deadline_ms
+            and not self._protected(peer)
+        }
+
+    def _protected(self, peer_id: str) -> bool:
+        return self._last is not None and self._book.member(peer_id) in self._last.members
+
+    def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
+        attempt.judged = words
+        histories = {word.history for word in words} - {b""}
+        if len(histories) > 1:
+            self._note(f"attempt {attempt.n} mixes histories {sorted(h.hex() for h in histories)}")
+            return
+        self._decision = decide(words, self._quorum)
+        if self._decision.holds:
+            self._install(words, self._decision, min(histories, default=b""))
+        else:
+            self._note(f"attempt {attempt.n} has no quorum: {self._decision.describe()}")
+
+    def _replace_if_stuck(self, attempt: Attempt) -> None:
+        """An attempt's sets only grow, so what they got wrong is put right in another attempt."""
+        attempt.replace_at_ms = self._now + self._randomised(self._settings.stuck_ms)
+        back = [peer for peer in attempt.stopped if not self._book.gone(peer) and self._welcome(peer)]
+        restarted = [
+            peer
+            for peer, word in attempt.words.items()
+            if peer in attempt.members and self._book.superseded(word.sender)
+        ]
+        at_odds = [peer for peer in attempt.unheard() if peer in attempt.words]
+        if back or restarted or at_odds or self._late is not None:
+            self._raises += 1
+            names = {
+                peer for peer in attempt.candidates if self._protected(peer) or not self._book.gone(peer)
+            }
+            self._open(self._n + 1, names | set(self._joiners()), (), f"attempt {attempt.n} is stuck")
+
+    def _welcome(self, peer_id: str) -> bool:
+        """Worth another attempt: needed, or asking."""
+        decision = self._decision
+        needed = set(decision.absent) if decision is not None else set()
+        needed |= (
+            {peer for count in decision.lacking for peer in count.missing} if decision is not None else set()
+        )
+        return self._protected(peer_id) or peer_id in needed or peer_id in self._joiners()
+
+    # -- installing ------------------------------------------------------------------------------
+
+    def _install(self, words: tuple[Propose, ...], decision: Decision, history: bytes) -> None:
+        identity = view_id(words)
+        thin = decision.thin or not history
+        view = View(
+            history=minted_history(identity) if thin else history,
+            view_epoch=words[0].n,
+            view_id=identity,
+            members=tuple(word.sender for word in words),
+            start=decision.start,
+            holders=tuple(word.sender for word in words if word.completed == decision.start),
+            payloads=tuple(word.payload for word in words),
+            stopped=words[0].stopped,
+        )
+        if decision.thin:
+            self._pending.clear()
+            self._base = self._disk_base = self._disk_known = None
+        self._known = None if decision.thin else decision.known
+        self._pending.add(view.ref)
+        self.history, self._persist = view.history, True
+        self._last, self.view, self._installed, self._installed_ms = view.ref, view, view, self._now
+        self._word = replace(self._attempt.words[self.me.peer_id], installed=True) if self._attempt else None
+        self._attempt, self._decision = None, None
+        self.frozen = self.left_out = False
+        self._behind = self.completed != view.start
+        if self._late == view.start:
+            self._adopt(view.start)
+        self._late = None
+        self._strays.clear()
+        self._causes.clear()
+        self._cause_resend_ms = self._now
+        self._raises = 0
+        for peer in view.peers:
+            self._book.joiners.pop(peer, None)
+        self._note(f"installed view {view.view_epoch} {'+'.join(view.peers)} from {view.start.lineage}")
+
+    def _adopt(self, state: StateRef) -> None:
+        self.completed, self._behind = state, False
+        if self.view is not None and state.lineage[0] == self.view.view_epoch:
+            self._known = self.view.ref
+
+    def _leave(self, word: Propose) -> None:
+        """A later view stands without this peer."""
+        self._freeze()
+        self.view = self._word = None
+        if self._attempt is not None and self._attempt.n <= word.n:
+            self._attempt = None
+        if not self.left_out:
+            self._note(f"left out of view {word.n} of {'+'.join(word.members)}")
+        self.left_out = True
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _fenced(self, sender: MemberId, history: bytes) -> bool:
+        """Worth listening to: another peer, its newest incarnation, not of another history."""
+        if sender.peer_id == self.me.peer_id or not self._book.note(sender):
+            return False
+        if history and self.history and history != self.history:
+            self._note(f"ignores {sender.peer_id}, which is of history {history.hex()}")
+            return False
+        return True
+
+    def _on_propose(self, word: Propose) -> None:
+        if not self._fenced(word.sender, word.history) or not self._book.hear_word(word):
+            return
+        for record in word.seen:
+            if record.withdrawn and record.member != self.me:
+                self._book.withdraw(record)
+        if self._withdrawn:
+            self._send(word.sender.peer_id, Withdrawal(history=self.history, stopped=self._farewell()))
+        elif self.view is not None:
+            self._on_propose_standing(word, self.view)
+        elif word.installed:
+            self._on_installed_elsewhere(word)
+        else:
+            self._on_propose_frozen(word)
+
+    def _on_propose_standing(self, word: Propose, view: View) -> None:
+        voter = word.sender in view.members
+        mine = self._word
+        if word.n > view.view_epoch and word.installed:
+            self._leave(word)
+        elif word.n > view.view_epoch and voter:
+            self._follow(word)
+        elif voter and word.n == view.view_epoch and mine is not None and word.sets != mine.sets:
+            self._strays.add(word.sender.peer_id)
+        elif mine is not None and not word.installed:
+            self._send(word.sender.peer_id, mine)
+
+    def _on_installed_elsewhere(self, word: Propose) -> None:
+        inside = self.me.peer_id in word.members
+        attempt = self._attempt
+        if inside and attempt is not None and attempt.n == word.n:
+            attempt.hear(word)
+        elif (self._last is None or word.n > self._last.view_epoch) and (not inside or word.n > self._n):
+            self._leave(word)
+
+    def _on_propose_frozen(self, word: Propose) -> None:
+        attempt, sender = self._attempt, word.sender.peer_id
+        inside = self.me.peer_id in word.members
+        if attempt is not None and word.n == attempt.n:
+            self._merge(attempt, word)
+        elif word.n > self._n:
+            if inside or (attempt is not None and not self.left_out):
+                self._follow(word)
+        elif attempt is not None and not self.left_out:
+            self._send(sender, attempt.words[self.me.peer_id])
+        elif inside:
+            self._send(sender, Surpassed(sender=self.me, n=self._n))
+
+    def _follow(self, word: Propose) -> None:
+        """Move to a greater n that somebody else said."""
+        self._open(word.n, word.candidates, self._admissible(word), f"{word.sender.peer_id} says so")
+        if self._attempt is not None:
+            self._attempt.hear(word)
+
+    def _merge(self, attempt: Attempt, word: Propose) -> None:
+        attempt.hear(word)
+        if attempt.grow(word.candidates, self._admissible(word), self._now):
+            self._say(attempt, f"with {word.sender.peer_id}")
+
+    def _admissible(self, word: Propose) -> set[str]:
+        """The stopped peers that this peer leaves out too.
+
+        Not a member of its last view on hearsay: that one may be in contact and count this peer as crashed,
+        with promises that know nothing of being dropped. A crash that somebody saw is no hearsay.
+        """
+        recorded = {record.member for record in word.seen if not record.withdrawn}
+        return {
+            peer
+            for peer in word.stopped
+            if peer != self.me.peer_id
+            and (not self._protected(peer) or self._book.gone(peer) or self._book.member(peer) in recorded)
+        }
+
+    def _on_cause(self, message: Cause) -> None:
+        if not self._fenced(message.sender, message.history):
+            return
+        view = self.view
+        if view is not None and message.view_epoch == view.view_epoch and message.sender in view.members:
+            self._causes[message.sender] = self._now
+        elif view is not None and message.view_epoch < view.view_epoch and self._word is not None:
+            self._send(message.sender.peer_id, self._word)
+
+    def _on_surpassed(self, message: Surpassed) -> None:
+        attempt = self._attempt
+        if not self._fenced(message.sender, b"") or attempt is None or self.left_out:
+            return
+        if message.n >= attempt.n and message.sender.peer_id in attempt.members:
+            self._open(
+                message.n + 1, attempt.candidates, (), f"{message.sender.peer_id} has said {message.n}"
+            )
+
+    def _on_withdrawn(self, stopped: Stopped) -> None:
+        self._accepted = self._book.withdraw(stopped)
+        self._book.joiners.pop(stopped.member.peer_id, None)
+
+    def _farewell(self) -> Stopped:
+        return Stopped(
+            member=self.me, n=self._n, base=self._base, pending=tuple(sorted(self._pending)), withdrawn=True
+        )
+
+    def _promise_to(self, peers: Iterable[str]) -> None:
+        self.promise_version += 1
+        message = Promised(
+            history=self.history,
+            sender=self.me,
+            n=self._n,
+            base=self._base,
+            pending=tuple(sorted(self._pending)),
+            version=self.promise_version,
+        )
+        for peer in peers:
+            self._send(peer, message)
+
+    def _prune(self) -> None:
+        """Forget what concerns no view of interest any more."""
+        views = [self._base, self._known, self._last, *self._pending]
+        self._book.forget_all_but({member for view in views if view is not None for member in view.members})
