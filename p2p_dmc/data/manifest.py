@@ -210,11 +210,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _check(self.version == VERSION, "manifest version", self.version)
-        named = isinstance(self.name, str) and 1 <= len(self.name) <= MAX_NAME_CHARACTERS
-        _check(named and self.name.isprintable(), "data set name", self.name)
-        _check(self.mode in ("file", "folder"), "mode", self.mode)
-        _check_int("replicas", self.replicas, 1, MAX_REPLICAS)
-        _check_int("seed", self.seed, 0, MAX_SEED)
+        check_settings(self.name, self.mode, self.replicas, self.seed)
         _check_names("field", self.fields, MAX_EXTENSIONS)
         _check("__key__" not in self.fields and "__shard__" not in self.fields, "fields", self.fields)
         _check(1 <= len(self.shards) <= MAX_SHARDS, "number of shards", len(self.shards))
@@ -351,6 +347,15 @@ def _shards_of(content: dict[str, Any], fields: tuple[str, ...]) -> Iterator[Sha
         digest = digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]
         yield ShardEntry(digest, sizes[i], counts[i], packed[start:end], fields)
         start = end
+
+
+def check_settings(name: str, mode: str, replicas: int, seed: int) -> None:
+    """Raise ValueError for what no manifest may say; seeding asks before it writes."""
+    named = isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARACTERS
+    _check(named and name.isprintable(), "data set name", name)
+    _check(mode in ("file", "folder"), "mode", mode)
+    _check_int("replicas", replicas, 1, MAX_REPLICAS)
+    _check_int("seed", seed, 0, MAX_SEED)
 
 
 def _check(holds: object, what: str, value: object) -> None:

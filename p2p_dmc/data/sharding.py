@@ -30,6 +30,7 @@ from p2p_dmc.data.manifest import (
     Mode,
     SampleEntry,
     ShardEntry,
+    check_settings,
     class_of,
     encode_key,
 )
@@ -243,6 +244,10 @@ def write_shards(
     store before all is written. Raises UserError (a file that changed or vanished, a name taken by another
     data set), StoreFull.
     """
+    try:
+        check_settings(name, mode, replicas, seed)
+    except ValueError as error:
+        raise UserError(f"{error}; choose another") from error
     extensions = tuple(sorted({field[0] for shard in shards for sample in shard for field in sample.fields}))
     if len(extensions) > MAX_EXTENSIONS:
         raise UserError(
@@ -261,10 +266,7 @@ def write_shards(
 
     with store.staging(total) as staging:
         entries = [_write_shard(shard, staging, extensions, on_bytes) for shard in shards]
-        try:
-            manifest = Manifest(name, mode, replicas, seed, extensions, classes, tuple(entries))
-        except ValueError as error:
-            raise UserError(f"{error}; choose another") from error
+        manifest = Manifest(name, mode, replicas, seed, extensions, classes, tuple(entries))
         store.publish(staging, manifest)
     return manifest
 

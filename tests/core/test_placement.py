@@ -149,6 +149,15 @@ def test_ties_go_to_the_larger_score_then_to_the_smaller_peer_id() -> None:
     assert hrw._best(top, np.array([2**24, 2**24 - 1, 2**24 - 2], dtype=np.uint64), 3).tolist() == [[1, 2, 0]]
 
 
+def test_rank_breaks_ties_as_holders_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top_scores(shard_keys: hrw.U64, peer_keys: hrw.U64) -> hrw.U64:
+        return np.array([[MASK - 4, MASK, MASK, MASK - 2]] * len(shard_keys), dtype=np.uint64)
+
+    monkeypatch.setattr(hrw, "_scores", top_scores)
+    result = placement(digests(1), peers_of([2**24, 2**24 - 1, 2**24 - 2, 2**24 - 3]), 4)
+    assert result.rank(0) == result.holders(0) == ("peer-001", "peer-002", "peer-003", "peer-000")
+
+
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     peers, shards = peers_of([1, 2, 3, 4, 5]), digests(101)
     whole = placement(shards, peers, 3)

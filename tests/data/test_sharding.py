@@ -263,11 +263,14 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert len(calls) == 3 and list(store.root.iterdir()) == []
 
 
-def test_wrong_name_is_the_users_mistake(tmp_path: Path) -> None:
+def test_wrong_name_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = make_tree(tmp_path / "tree", {"x.t": 1})
     for name in ("", "bell\a", "x" * 129):
+        calls: list[object] = []
+        monkeypatch.setattr(sharding, "_write_shard", calls.append)
         with pytest.raises(UserError, match="name"):
             seed_tree(tree, Store(tmp_path / "store"), name=name)
+        assert calls == []  # said before anything is written
 
 
 def test_memory_stays_at_a_piece_for_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

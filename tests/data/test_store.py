@@ -368,6 +368,19 @@ def test_seeding_again_fills_in_what_was_lost(tmp_path: Path) -> None:
     assert Store(store.root).holdings(manifest.digest) == store.holdings(manifest.digest)
 
 
+def test_seeding_while_a_shard_is_on_its_way(origin: Store, tmp_path: Path, manifest: Manifest) -> None:
+    d = manifest.digest
+    store = Store(tmp_path / "store", capacity_bytes=1 << 20)
+    store.add_manifest(manifest)
+    one, two = store.open_partial(d, 0), store.open_partial(d, 1)
+    assert seed_tree(origin.root.parent / "tree", store).digest == d
+    one.write(0, origin.read_range(d, 0, 0, one.size_bytes))
+    assert one.commit()
+    two.abandon()
+    assert store.free_bytes() == (1 << 20) - manifest.total_bytes
+    assert all(store.verify(d, index) for index in range(len(manifest.shards)))
+
+
 def test_only_digests_become_paths(tmp_path: Path) -> None:
     for digest in (b"", b"../../../../etc", bytes(17)):
         with pytest.raises(ValueError, match="16 bytes"):
