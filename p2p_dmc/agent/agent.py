@@ -1,0 +1,373 @@
+"""The agent: one asyncio loop around membership, data sets and runs; it supervises the trainers (DESIGN.md section 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from p2p_dmc.agent.bulk import BulkClient, BulkServer
+from p2p_dmc.agent.datasets import DataService
+from p2p_dmc.agent.home import Home, MemoryFolder
+from p2p_dmc.agent.jobs import Jobs
+from p2p_dmc.agent.local_socket import LocalSocket
+from p2p_dmc.agent.requests import Requests
+from p2p_dmc.agent.run import Run, now_ms
+from p2p_dmc.agent.services import Services
+from p2p_dmc.config import AgentSettings
+from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.membership import (
+    MemberEvent,
+    MemberRecord,
+    Membership,
+    MembershipSettings,
+    MemberState,
+    Output,
+    Role,
+)
+from p2p_dmc.data.store import Store
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.observe.journal import Journal
+from p2p_dmc.wire.messages import (
+    MEMBERSHIP_MESSAGES,
+    BulkKind,
+    BulkRequest,
+    ClientRequest,
+    Holdings,
+    PeerMeta,
+    decode_meta,
+    encode_meta,
+)
+from p2p_dmc.wire.transport import ControlSocket, Envelope, refused_by_host, split_address
+
+log = logging.getLogger("p2p_dmc.agent")
+REFUSAL_LOOKS_S = (0.0, 0.02, 0.1, 0.4)
+"""When to ask a host whose connection broke: its sockets close one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """How to start an agent."""
+
+    home: Path
+    name: str
+    bind_host: str = "127.0.0.1"
+    port: int | None = None  # None: the default one or the next free
+    advertise: str | None = None  # tcp://host:port
+    advertise_host: str = "127.0.0.1"
+    seeds: tuple[str, ...] = ()
+    role: Role = Role.TRAIN
+    capacity_bytes: int = 100 << 30
+    settings: AgentSettings = field(default_factory=AgentSettings)
+
+
+class Agent:
+    """One peer. ``start`` makes it listen; ``stop`` leaves gracefully; between them everything is event-driven."""
+
+    def __init__(self, options: AgentOptions, home: Home, say: Callable[[str], None]) -> None:
+        self.options = options
+        self.settings = options.settings
+        self.home = home  # locked by the caller
+        self.say = say
+        self.identity = home.start_identity()
+        self.peer_id = self.identity.peer_id
+        self.journal = Journal(home.root, self.peer_id)
+        self.memory = MemoryFolder(home, self.peer_id)
+        self.context = zmq.asyncio.Context(io_threads=1)
+        self.control = ControlSocket(self.context, self._on_control, self._on_disconnect)
+        self.bulk_server = BulkServer(self.context)
+        self.bulk = BulkClient(self.context, self.settings.range_timeout_ms)
+        self.local = LocalSocket(self.context, self._on_local)
+        self.runs: dict[str, Run] = {}
+        self.jobs = Jobs(self)
+        self.requests = Requests(self)
+        self.store = Store(home.store_root, options.capacity_bytes)
+        self.data = DataService(
+            store=self.store,
+            bulk=self.bulk,
+            peer_id=self.peer_id,
+            settings=self.settings,
+            journal=self.journal,
+            say=say,
+            send=self.send,
+            members=self.members,
+        )
+        self.membership: Membership | None = None
+        self.address = ""
+        self.endpoint = ""
+        self.leaving = asyncio.Event()
+        self._refused: set[tuple[str, int]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._meta_dirty = False
+        self._peers_dirty_s = 0.0
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, make contact with the seeds, serve. UserError when a port is taken."""
+        options = self.options
+        port = self.control.bind(options.bind_host, options.port)
+        bulk_port = self.bulk_server.bind(options.bind_host)
+        self.address = options.advertise or f"tcp://{_bracket(options.advertise_host)}:{port}"
+        advertised_host = split_address(self.address)[0]
+        self.control.me = Envelope(peer_id=self.peer_id, boot=self.identity.boot, address=self.address, run="")
+        record = MemberRecord(
+            peer_id=self.peer_id,
+            boot=self.identity.boot,
+            incarnation=0,
+            state=MemberState.ALIVE,
+            name=options.name[:64],
+            address=self.address,
+            bulk_address=f"tcp://{_bracket(advertised_host)}:{bulk_port}",
+            role=options.role,
+            meta=encode_meta(self._meta()),
+        )
+        seeds = tuple(s for s in dict.fromkeys((*options.seeds, *self.home.known_peers())) if s != self.address)
+        self.membership = Membership(
+            record, seeds, MembershipSettings.lan(), random.Random(f"{self.peer_id}{self.identity.boot}"), now_ms()
+        )
+        self.bulk_server.provide(BulkKind.MANIFEST, self.data.provide_manifest)
+        self.bulk_server.provide(BulkKind.SHARD, self.data.provide_shard)
+        self.bulk_server.provide(BulkKind.STATE, self._provide_state)
+        self.endpoint = self.home.local_endpoint()
+        self.local.bind(self.endpoint)
+        self.home.announce(endpoint=self.endpoint, address=self.address, peer_id=self.peer_id)
+        self.data.members_changed()
+        self.journal.event("started", address=self.address, boot=self.identity.boot, name=options.name)
+        self._ticker = self.spawn(self._tick_forever())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with the agent; a failure of ours is logged, never lost."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the agent failed", exc_info=task.exception())
+            self.journal.event("fault", reason=repr(task.exception()))
+            if task is self._ticker:
+                self.leaving.set()  # without its clock the agent is of no use to anybody
+
+    async def stop(self, *, graceful: bool = True) -> None:
+        """Leave: runs withdraw, shards that only this peer holds are handed over, everybody is told."""
+        if graceful:
+            await self.jobs.stop_all("this peer leaves")
+            await self._hand_over()
+            if self.membership is not None:
+                self._act(self.membership.leave(now_ms()))
+        self.journal.event("left" if graceful else "aborted")
+        for run in self.runs.values():
+            await run.shut_down()
+        for task in list(self._tasks):
+            task.cancel()
+        await self.data.close()
+        await self.control.close(flush_s=0.2 if graceful else 0.0)
+        self.bulk.close()
+        self.bulk_server.close()
+        self.local.close()
+        self.context.destroy(linger=0)
+        self.memory.remove()
+        self.journal.close()
+        self.home.unlock()
+
+    async def _hand_over(self) -> None:
+        """Wait, bounded, until nobody depends on this peer's copies."""
+        deadline_s = time.monotonic() + self.settings.leave_grace_s
+        others = [r for r in self.members() if r.state is MemberState.ALIVE and r.peer_id != self.peer_id]
+        said = False
+        while others and self.data.manifests() and not self.data.sole_copies_elsewhere():
+            if time.monotonic() > deadline_s:
+                self.say("leaving although some shards have no other holder yet; start this home again to serve them")
+                return
+            if not said:
+                said = True
+                self.say(f"waiting up to {self.settings.leave_grace_s:g} s for others to copy shards only this peer has")
+            await asyncio.sleep(0.2)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.tick_ms / 1000)
+            self.tick()
+
+    def tick(self) -> None:
+        """Whatever is due."""
+        if self.membership is None:
+            return
+        now = now_ms()
+        if self.membership.next_deadline_ms(now) <= now:
+            self._act(self.membership.tick(now))
+        for run in list(self.runs.values()):
+            run.tick()
+        self.data.tick()
+        if self._meta_dirty:
+            self._meta_dirty = False
+            meta = encode_meta(self._meta())
+            if meta != self.membership.me.meta:
+                self._act(self.membership.update(now, meta=meta))
+        if self._peers_dirty_s and time.monotonic() - self._peers_dirty_s > 1.0:
+            self._peers_dirty_s = 0.0
+            known = [r.address for r in self.members() if r.peer_id != self.peer_id]
+            if known:
+                self.home.remember_peers(known[:64])
+
+    # -- membership ---------------------------------------------------------------------------------------------------
+
+    def _meta(self) -> PeerMeta:
+        weight = max(1, self.options.capacity_bytes >> 30)
+        return PeerMeta(weight=weight, runs=tuple(run.meta() for _, run in sorted(self.runs.items()))[-8:])
+
+    def meta_changed(self) -> None:
+        """What this peer says of itself is stale; told at the next tick, or at once when a view opens."""
+        self._meta_dirty = True
+
+    def members(self) -> tuple[MemberRecord, ...]:
+        return self.membership.members() if self.membership is not None else ()
+
+    def _act(self, output: Output) -> None:
+        for send in output.sends:
+            self.control.send(send.address, send.message)
+        for event in output.events:
+            self._member_event(event)
+
+    def _member_event(self, event: MemberEvent) -> None:
+        record = event.record
+        if event.peer_id != self.peer_id and event.old is not event.new:
+            self._peers_dirty_s = self._peers_dirty_s or time.monotonic()
+            self.journal.event(
+                "member",
+                peer_id=event.peer_id,
+                name=record.name,
+                old=event.old.name if event.old is not None else None,
+                state=event.new.name,
+                boot=record.boot,
+                incarnation=record.incarnation,
+                address=record.address,
+                reason=event.reason,
+            )
+            self.data.members_changed()
+            if event.new is MemberState.ALIVE:
+                self.data.tell(event.peer_id)
+        if event.peer_id == self.peer_id:
+            return
+        verdict = self._verdict(event)
+        if verdict is None:
+            return
+        meta = decode_meta(record.meta)
+        boots = {run.name: run.boot for run in meta.runs} if meta else {}
+        for run in self.runs.values():
+            run.verdict(event.peer_id, boots.get(run.name, record.boot), verdict)
+        if event.new in (MemberState.DEAD, MemberState.LEFT):
+            self.control.forget(record.address)
+            self.bulk.forget(record.bulk_address)
+
+    def _verdict(self, event: MemberEvent) -> Verdict | None:
+        if event.new is MemberState.ALIVE:
+            return Verdict.REACHABLE if event.old is not MemberState.ALIVE else None
+        if event.new is MemberState.DEAD and (event.peer_id, event.record.boot) in self._refused:
+            return Verdict.CRASHED
+        return Verdict.UNREACHABLE if event.new in (MemberState.DEAD, MemberState.LEFT) else None
+
+    def _on_disconnect(self, address: str) -> None:
+        record = next((r for r in self.members() if r.address == address), None)
+        if record is not None and record.state in (MemberState.ALIVE, MemberState.SUSPECT):
+            self.spawn(self._ask_host(record))
+
+    async def _ask_host(self, record: MemberRecord) -> None:
+        """A connection broke. If the peer's host is alive and refuses, the peer crashed: no suspicion is needed."""
+        for pause_s in REFUSAL_LOOKS_S:
+            await asyncio.sleep(pause_s)
+            if await refused_by_host(record.address):
+                break
+        else:
+            return
+        if self.membership is None:
+            return
+        heard = self.membership.last_heard_ms(record.peer_id)
+        if heard is not None and now_ms() - heard < 5_000:
+            self._refused.add((record.peer_id, record.boot))
+        self._act(self.membership.refused(record.peer_id, record.boot, now_ms()))
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, peer_id: str, message: object, run: str) -> None:
+        """Best effort to a peer that membership knows."""
+        record = self.membership.get(peer_id) if self.membership is not None else None
+        if record is not None and peer_id != self.peer_id:
+            self.control.send(record.address, message, run)
+
+    def _on_control(self, envelope: Envelope, message: object, routing_id: bytes) -> None:
+        if self.membership is None:
+            return
+        try:
+            if isinstance(message, ClientRequest):
+                self.requests.handle(message, lambda reply: self.control.reply(routing_id, reply), local=False)
+            elif isinstance(message, MEMBERSHIP_MESSAGES):
+                self._act(self.membership.receive(message, now_ms()))
+            elif not self._fenced(envelope):
+                self._from_peer(envelope, message)
+        except RemoteProtocolError as error:
+            self.control.count_bad(envelope.peer_id, error)
+
+    def _fenced(self, envelope: Envelope) -> bool:
+        """An old incarnation has no say (DESIGN.md invariant 7), nor has anybody whom membership does not know."""
+        record = self.membership.get(envelope.peer_id) if self.membership is not None else None
+        return record is None or record.boot > envelope.boot
+
+    def _from_peer(self, envelope: Envelope, message: object) -> None:
+        if isinstance(message, Holdings):
+            self.data.heard(envelope.peer_id, message)
+        elif envelope.run in self.runs:
+            self.runs[envelope.run].message(envelope.peer_id, message)
+
+    def _on_local(self, routing_id: bytes, message: object) -> None:
+        if isinstance(message, ClientRequest):
+            self.requests.handle(message, lambda reply: self.local.send(routing_id, reply), local=True)
+        else:
+            self.jobs.message(routing_id, message)
+
+    def _provide_state(self, request: BulkRequest) -> tuple[int, bytes | memoryview] | None:
+        run = self.runs.get(request.name)
+        return run.keeper.provide(request) if run is not None else None
+
+    # -- for runs -------------------------------------------------------------------------------------------------------
+
+    def services(self) -> Services:
+        """What a run gets."""
+        return Services(
+            home=self.home,
+            peer_id=self.peer_id,
+            boot=self.identity.boot,
+            name=self.options.name,
+            settings=self.settings,
+            journal=self.journal,
+            memory=self.memory,
+            bulk=self.bulk,
+            data=self.data,
+            send=self.send,
+            members=self.members,
+            meta_changed=self.meta_changed,
+            say=self.say,
+            seed_known=self._seed_known,
+            run_over=self.jobs.run_over,
+            collective_host=lambda: split_address(self.address)[0],
+        )
+
+    def _seed_known(self) -> bool:
+        return not self.options.seeds or (self.membership is not None and self.membership.seed_contacted)
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

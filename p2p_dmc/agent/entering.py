@@ -1,0 +1,102 @@
+"""How a ready trainer gets into a view: found one, ask to be let into one, or wait and say why (DESIGN.md section 6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from p2p_dmc.core.membership import MemberState
+from p2p_dmc.agent.services import Services
+from p2p_dmc.wire.messages import RunMeta, decode_meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPeer:
+    """Another live peer's word about this run."""
+
+    peer_id: str
+    meta: RunMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What to do now; at most one of the first three is set."""
+
+    found: tuple[str, ...] = ()
+    ask: tuple[str, ...] = ()
+    yield_to: bytes = b""  # history to give mine up for: it has committed more
+    waiting: str = ""
+
+
+def others(services: Services, run: str) -> tuple[OtherPeer, ...]:
+    """Live peers that say something of this run, by peer_id."""
+    found = []
+    for record in services.members():
+        if record.state not in (MemberState.ALIVE, MemberState.SUSPECT) or record.peer_id == services.peer_id:
+            continue
+        meta = decode_meta(record.meta)
+        for run_meta in meta.runs if meta else ():
+            if run_meta.name == run:
+                found.append(OtherPeer(peer_id=record.peer_id, meta=run_meta))
+    return tuple(found)
+
+
+class Entrance:
+    """Decides from gossip. ``clock``: seconds, monotonic."""
+
+    def __init__(self, min_peers: int, found_still_ms: int, join_retry_ms: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._min_peers = min_peers
+        self._still_s = found_still_ms / 1000
+        self._retry_s = join_retry_ms / 1000
+        self._clock = clock
+        self._ready_set: tuple[str, ...] = ()
+        self._still_since_s = 0.0
+        self._asked_s = 0.0
+
+    def step(self, mine: RunMeta, me: str, peers: Sequence[OtherPeer], seed_known: bool) -> Step:
+        """One look at who is there. Call now and then while no view stands here and the trainer is ready."""
+        standing = [p for p in peers if p.meta.view_epoch > 0]
+        strangers = [p for p in peers if mine.history and p.meta.history and p.meta.history != mine.history]
+        if strangers:
+            return self._two_histories(mine, strangers)
+        if standing:
+            return self._ask(standing)
+        ready = tuple(sorted([me, *(p.peer_id for p in peers if self._fits(mine, p))]))
+        now_s = self._clock()
+        if ready != self._ready_set:
+            self._ready_set, self._still_since_s = ready, now_s
+        if not seed_known:
+            return Step(waiting="no seed has answered yet")
+        if len(ready) < self._min_peers:
+            return Step(waiting=f"{len(ready)} of at least {self._min_peers} trainers are ready (--min-peers)")
+        if now_s - self._still_since_s < self._still_s:
+            return Step()
+        misfits = [p.peer_id for p in peers if p.meta.ready and p.meta.fingerprint != mine.fingerprint]
+        if misfits and min(misfits) < ready[0]:
+            return Step()  # theirs is founded first; asking to join it names the difference
+        return Step(found=ready)
+
+    def _fits(self, mine: RunMeta, other: OtherPeer) -> bool:
+        same_history = not mine.history or not other.meta.history or other.meta.history == mine.history
+        return other.meta.ready and same_history and other.meta.fingerprint == mine.fingerprint
+
+    def _ask(self, standing: Sequence[OtherPeer]) -> Step:
+        now_s = self._clock()
+        if now_s - self._asked_s < self._retry_s:
+            return Step()
+        self._asked_s = now_s
+        return Step(ask=tuple(p.peer_id for p in standing[:8]))
+
+    def _two_histories(self, mine: RunMeta, strangers: Sequence[OtherPeer]) -> Step:
+        """Different histories never merge by lineage: one that has committed nothing yields."""
+        best = max(strangers, key=lambda p: (p.meta.samples, p.meta.history))
+        if mine.samples == 0 and (best.meta.samples, best.meta.history) > (0, mine.history):
+            return Step(yield_to=best.meta.history)
+        if best.meta.samples == 0:
+            return Step(waiting="")  # the other one yields
+        return Step(
+            waiting=f"peer {best.peer_id[:8]} continues another history of this run ({best.meta.history.hex()[:8]}, "
+            f"{best.meta.samples} samples; here {mine.history.hex()[:8]}, {mine.samples}): "
+            "stop one of the two, or give one another --run name"
+        )

@@ -1,0 +1,208 @@
+"""What a client may ask an agent: status, placement, leave, stop (DESIGN.md section 11)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from p2p_dmc.agent.datasets import storing
+from p2p_dmc.core.membership import MemberState
+from p2p_dmc.core.placement import moves, placement
+from p2p_dmc.errors import UserError
+from p2p_dmc.wire.messages import ClientReply, ClientRequest, decode_meta
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.agent import Agent
+
+
+class Requests:
+    """Answers clients. Any of them may look; only a local command may make this peer leave."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def handle(self, request: ClientRequest, reply: Callable[[ClientReply], None], *, local: bool) -> None:
+        """One request, one reply."""
+        try:
+            facts = self._facts(request, local)
+        except UserError as error:
+            reply(ClientReply(ok=False, body=str(error), more=False))
+            return
+        reply(ClientReply(ok=True, body=json.dumps(facts), more=False))
+
+    def _facts(self, request: ClientRequest, local: bool) -> dict[str, Any]:
+        if request.command == "status":
+            return self.status()
+        if request.command == "placement":
+            return self.placement(request.arguments)
+        if request.command == "stop":
+            return self.stop(request.arguments[0] if request.arguments else "")
+        if request.command == "leave" and local:
+            self._agent.leaving.set()
+            return {"leaving": self._agent.peer_id}
+        if request.command == "leave":
+            return self._leave(request.arguments)
+        raise UserError(f"{request.command!r:.40} is not something to ask an agent; is one of the two newer?")
+
+    def status(self) -> dict[str, Any]:
+        """Members, runs and data sets as this peer sees them."""
+        agent = self._agent
+        return {
+            "peer_id": agent.peer_id,
+            "name": agent.options.name,
+            "address": agent.address,
+            "members": [self._member(r) for r in agent.members()],
+            "runs": [self._run(name) for name in sorted(agent.runs)] + self._other_runs(),
+            "datasets": [self._dataset(m.digest) for m in agent.data.manifests()],
+        }
+
+    def _member(self, record: Any) -> dict[str, Any]:
+        meta = decode_meta(record.meta)
+        return {
+            "peer_id": record.peer_id,
+            "name": record.name,
+            "address": record.address,
+            "role": "train" if meta is not None and any(r.ready for r in meta.runs) else "store",
+            "state": record.state.name,
+            "boot": record.boot,
+            "incarnation": record.incarnation,
+        }
+
+    def _run(self, name: str) -> dict[str, Any]:
+        run = self._agent.runs[name]
+        held, view = run.keeper.current, run.view
+        last = self._agent.jobs.last_round.get(name, {})
+        ledger = held.ledger if held is not None else None
+        counted, skipped, total = ledger.progress() if ledger is not None else (0, 0, 0)
+        return {
+            "run": name,
+            "outcome": run.end.outcome,
+            "view_epoch": view.view_epoch if view is not None else None,
+            "members": [m.peer_id for m in view.members] if view is not None else [],
+            "lineage": list(held.ref.lineage) if held is not None else None,
+            "digest": held.anchor_digest.hex() if held is not None else None,
+            "committed": list(run.agreement.committed_lineage) if run.agreement is not None else None,
+            "tau": held.tau.tau if held is not None else None,
+            "loss": last.get("loss"),
+            "round": last.get("round"),
+            "epoch": ledger.epoch if ledger is not None else None,
+            "epochs": ledger.epochs if ledger is not None else None,
+            "epoch_progress": {"counted": counted, "skipped": skipped, "total": total},
+            "samples_total": ledger.samples_total if ledger is not None else 0,
+            "waiting": run.waiting if run.training is None else "",
+        }
+
+    def _other_runs(self) -> list[dict[str, Any]]:
+        """Runs that this peer only hears of: whom to ask about them."""
+        agent = self._agent
+        found: dict[str, dict[str, Any]] = {}
+        for record in agent.members():
+            meta = decode_meta(record.meta)
+            if record.state is not MemberState.ALIVE or meta is None:
+                continue
+            for run in meta.runs:
+                if run.name not in agent.runs and run.view_epoch >= found.get(run.name, {}).get("view_epoch", 0):
+                    found[run.name] = {"run": run.name, "view_epoch": run.view_epoch, "ask": record.address}
+        return [found[name] for name in sorted(found)]
+
+    def _dataset(self, dataset: bytes) -> dict[str, Any]:
+        data = self._agent.data
+        manifest = data.manifest(dataset)
+        if manifest is None:
+            raise UserError(f"data set {dataset.hex()} is not known here")
+        holders = data.holders(dataset)
+        return {
+            "name": manifest.name,
+            "dataset": dataset.hex(),
+            "samples": len(manifest),
+            "size_bytes": sum(manifest.shard_sizes),
+            "shards": len(manifest.shards),
+            "replicas": manifest.replicas,
+            "held_here": len(data.held(dataset)),
+            "fetching": data.fetching(),
+            "under_replicated": data.under_replicated(dataset),
+            "lost": sum(not h for h in holders.values()),
+            "holders": {
+                peer_id: sum(peer_id in h for h in holders.values())
+                for peer_id in sorted({p for h in holders.values() for p in h})
+            },
+        }
+
+    def placement(self, without: tuple[str, ...]) -> dict[str, Any]:
+        """Who should hold what and who does; what would move if the peers ``without`` left."""
+        agent = self._agent
+        peers = storing(agent.members())
+        gone = {self.peer(text) for text in without}
+        sets = []
+        for manifest in agent.data.manifests():
+            now = placement(manifest.shard_digests, peers, manifest.replicas)
+            later = placement(
+                manifest.shard_digests, [p for p in peers if p.peer_id not in gone], manifest.replicas
+            )
+            holders = agent.data.holders(manifest.digest)
+            sets.append(
+                {
+                    "name": manifest.name,
+                    "dataset": manifest.digest.hex(),
+                    "replicas": manifest.replicas,
+                    "placement": now.digest().hex(),
+                    "shards": [
+                        {
+                            "shard": digest.hex(),
+                            "size_bytes": manifest.shard_sizes[i],
+                            "samples": manifest.sample_counts[i],
+                            "should": list(now.holders(i)),
+                            "does": holders[i],
+                        }
+                        for i, digest in enumerate(manifest.shard_digests)
+                    ],
+                    "moves": [
+                        {
+                            "shard": manifest.shard_digests[m.shard_index].hex(),
+                            "to": m.peer_id,
+                            "size_bytes": manifest.shard_sizes[m.shard_index],
+                        }
+                        for m in moves(now, later)
+                    ]
+                    if gone
+                    else [],
+                }
+            )
+        names = {r.peer_id: r.name for r in agent.members()}
+        return {"datasets": sets, "without": sorted(gone), "names": names}
+
+    def peer(self, text: str) -> str:
+        """The peer_id that a person means by an id, the start of one, or a name; UserError."""
+        members = self._agent.members()
+        found = [r.peer_id for r in members if r.name == text] or [
+            r.peer_id for r in members if r.peer_id.startswith(text)
+        ]
+        if len(found) != 1:
+            known = ", ".join(f"{r.name} {r.peer_id[:8]}" for r in members)
+            raise UserError(f"{text!r} is {'no' if not found else 'more than one'} peer; known: {known}")
+        return found[0]
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """Ask for an agreed stop of a run that this peer trains in, or say whom to ask."""
+        agent = self._agent
+        going = [r for r in agent.runs.values() if not r.end.outcome and (not name or r.name == name)]
+        if len(going) == 1:
+            going[0].end.ask_stop("dmc-peer stop", tell=True)
+            return {"run": going[0].name, "stopping": True}
+        others = [r for r in self._other_runs() if r["view_epoch"] and (not name or r["run"] == name)]
+        names = sorted({r.name for r in going} | {r["run"] for r in others})
+        if not going and len(others) == 1:
+            return {"run": others[0]["run"], "ask": others[0]["ask"]}
+        if not names:
+            raise UserError(f"no run{f' {name!r}' if name else ''} is under way here; `dmc-peer status` lists them")
+        raise UserError(f"runs {', '.join(names)} are under way; choose one with --run")
+
+    def _leave(self, arguments: tuple[str, ...]) -> dict[str, Any]:
+        """From another machine: where the peer is that should leave, or do it when it is this one."""
+        peer_id = self.peer(arguments[0] if arguments else "")
+        if peer_id == self._agent.peer_id:
+            self._agent.leaving.set()
+            return {"leaving": peer_id}
+        record = next(r for r in self._agent.members() if r.peer_id == peer_id)
+        return {"ask": record.address, "peer_id": peer_id}

@@ -1,0 +1,634 @@
+"""One run on one peer: the agreement core, the state, the trainer, and what ties them (DESIGN.md sections 2, 6, 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_dmc.agent import run_files
+from p2p_dmc.agent.adoption import AdoptionFailedError
+from p2p_dmc.agent.entering import Entrance, others
+from p2p_dmc.agent.group_values import GroupValues
+from p2p_dmc.agent.run_end import RunEnd
+from p2p_dmc.agent.services import Services
+from p2p_dmc.agent.state import Held
+from p2p_dmc.agent.state_keeper import StateKeeper
+from p2p_dmc.agent.takeovers import takeovers
+from p2p_dmc.agent.training import Measured, Training, check_header
+from p2p_dmc.agent.work import ProposalPayload, Strike, Work, bitmap, decode_payload, encode_payload, opening_ledger
+from p2p_dmc.core import adacomm
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.agreement import Agreement
+from p2p_dmc.core.agreement_messages import AgreementSettings, MemberId, Promises, Ready, StateRef, Verdict, View
+from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.quorum import Quorum
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire import messages
+from p2p_dmc.wire import trainer_messages as local
+from p2p_dmc.wire.messages import RunMeta
+
+log = logging.getLogger("p2p_dmc.run")
+
+NO_PROMISES = Promises()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the user may set for a run at `join`."""
+
+    quorum: str = "majority"
+    backend: str = "auto"
+    min_peers: int = 1
+    checkpoint_every_s: float = 60.0
+    on_lost: str = "wait"
+
+
+def now_ms() -> int:
+    """The cores' clock."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class Run:
+    """The shell around one run's agreement. Its trainer may come, die and come again."""
+
+    def __init__(self, name: str, options: RunOptions, services: Services) -> None:
+        self.name, self.options, self.services = name, options, services
+        self.folder = services.home.run_folder(name)
+        record = run_files.load_record(self.folder)
+        kept_vote = record is not None and record.closed
+        self.me = MemberId(peer_id=services.peer_id, boot=record.boot if record and kept_vote else services.boot)
+        self._kept_vote = kept_vote
+        self._promises = record.promises if record else NO_PROMISES
+        self.keeper = StateKeeper(name, self.folder, services)
+        self.values = GroupValues(name, services)
+        self.end = RunEnd(self)
+        self.entrance = Entrance(
+            options.min_peers, services.settings.found_still_ms, services.settings.join_retry_ms
+        )
+        self.agreement: Agreement | None = None
+        self.ready: local.RunReady | None = None
+        self.fingerprint: run_files.Fingerprint = ()
+        self.training: Training | None = None
+        self.view: View | None = None
+        self.measured = Measured()
+        self.trainer_up = False
+        self.waiting = ""
+        self._policy: TauPolicy | None = None
+        self._manifest: Manifest | None = None
+        self._strikes: list[Strike] = []
+        self._deaths = 0
+        self._stood_in = 0
+        """Epoch of the last view that honoured this peer's claims; 0 when they are dead."""
+        self._trainer_base: tuple[int, int] | None = None
+        """Lineage of the anchor that the trainer's local parameters come from."""
+        self._in_flight: tuple[int, int] | None = None
+        self._early_lease: int | None = None
+        self._send_trainer: Callable[[object], None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """A task that ends with the run; what it raises is logged by its own code, not lost."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("run %s: a background task failed", self.name, exc_info=task.exception())
+            self.services.journal.event("fault", run=self.name, reason=repr(task.exception()))
+
+    def event(self, event: str, **facts: Any) -> None:
+        self.services.journal.event(event, run=self.name, **facts)
+
+    def act(self, ready: Ready) -> Ready:
+        """Do what the core says, in its order: to disk, then said, then acted on."""
+        for line in ready.trace:
+            log.info("run %s: %s", self.name, line)
+        if ready.persist is not None:
+            self._save(ready.persist, closed=False)
+        for peer_id, message in ready.sends:
+            self.services.send(peer_id, message, self.name)
+        if ready.froze:
+            self._frozen()
+        if ready.installed is not None:
+            self._installed(ready.installed)
+        return ready
+
+    def _save(self, promises: Promises, *, closed: bool) -> None:
+        self._promises = promises
+        run_files.save_record(
+            self.folder, run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
+        )
+
+    def save_closed(self) -> None:
+        """A peer whose newest record is closed keeps its vote at the next start."""
+        if self.agreement is not None:
+            self._save(self.agreement.promises, closed=True)
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+
+    def trainer_connected(self, send: Callable[[object], None]) -> None:
+        self._send_trainer = send
+
+    def to_trainer(self, message: object) -> None:
+        if self._send_trainer is not None:
+            self._send_trainer(message)
+
+    def trainer_message(self, message: object) -> None:
+        """One message of the trainer."""
+        if isinstance(message, local.RunReady):
+            self._trainer_ready(message)
+        elif isinstance(message, local.InitialWritten):
+            self._initial_written(message)
+        elif isinstance(message, local.LeaseRequest):
+            self._lease(message)
+        elif isinstance(message, local.RoundReady) and self.training is not None:
+            self.training.round_ready(message)
+            self._in_flight = self.training.in_flight
+        elif isinstance(message, local.RoundResult):
+            self._round_result(message)
+        elif isinstance(message, local.RoundFailed):
+            self._round_failed(message)
+        elif isinstance(message, local.StoreSet) and self.view is not None:
+            self.values.publish(self.view, self.services.peer_id, message)
+        elif isinstance(message, local.StoreGet) and self.view is not None:
+            self.values.want(self.view, message, self.to_trainer)
+
+    def _trainer_ready(self, ready: local.RunReady) -> None:
+        manifest = self.services.data.manifest(ready.dataset)
+        if manifest is None:
+            self.to_trainer(local.TrainerRefused(reason=f"data set {ready.dataset.hex()} is not known here"))
+            return
+        pairs = run_files.fingerprint(ready, manifest.name, self.options.quorum, self.options.backend)
+        stored = tuple((str(a), str(b)) for a, b in run_files.load_run(self.folder).get("fingerprint", ()))
+        difference = run_files.first_difference(stored, pairs) if stored else None
+        if difference is not None:
+            self.refuse(f"run {self.name!r}: {difference}; use the same, or another --run name")
+            return
+        self._manifest, self.ready, self.fingerprint = manifest, ready, pairs
+        self._policy = TauPolicy.from_bytes(ready.tau_policy)
+        if self.keeper.slots is None:
+            self.keeper.open(ready.parameters)
+        if self.keeper.current is not None:
+            self._trainer_up()
+        else:
+            self._initial_slot = self.keeper.pool().take()
+            self.to_trainer(local.WriteInitial(slot_path=str(self._initial_slot)))
+
+    def refuse(self, reason: str) -> None:
+        """The trainer ends with this one line; the peer leaves the run."""
+        self.to_trainer(local.TrainerRefused(reason=reason))
+        self.event("refused", reason=reason)
+        self.end.over("refused", reason)
+
+    def _initial_written(self, message: local.InitialWritten) -> None:
+        if self.keeper.current is None and self._manifest is not None and self.ready and self._policy:
+            ledger = Ledger.start(
+                self.ready.dataset, self._manifest.sample_counts, self.ready.seed, self.ready.epochs
+            )
+            self.keeper.found(self._initial_slot, message.digest, ledger, adacomm.start(self._policy))
+        self._trainer_up()
+
+    def _trainer_up(self) -> None:
+        """The trainer waits for a view."""
+        held = self.keeper.current
+        if held is None or len(self.end.outcome) > 0:
+            return
+        self.trainer_up, self._trainer_base = True, None
+        if self.agreement is None:
+            self.agreement = Agreement(
+                me=self.me,
+                quorum=Quorum[self.options.quorum.upper()],
+                promises=self._promises,
+                completed=held.ref,
+                payload=self._payload,
+                rng=random.Random(f"{self.me.peer_id}{self.me.boot}{self.name}"),
+                settings=AgreementSettings(),
+                now_ms=now_ms(),
+            )
+        else:
+            self.act(self.agreement.rejoin(now_ms()))
+        self.services.meta_changed()
+        self.event("trainer_ready")
+
+    def trainer_lost(self, reason: str, *, in_hand: bool) -> None:
+        """The trainer is gone, which somebody saw: no time-out is spent on it. ``in_hand``: it died of a sample, perhaps."""
+        self._send_trainer = None
+        if not self.trainer_up or self.agreement is None:
+            return
+        self.trainer_up = False
+        claims = self._claims()
+        if in_hand and claims and self.keeper.current is not None:
+            self._deaths += 1
+            self._strikes.append(
+                Strike(
+                    victim=f"{self.me.peer_id}:{self.services.boot}",
+                    view_epoch=self._stood_in,
+                    death=self._deaths,
+                    epoch=self._ledger().epoch,
+                    stretches=claims,
+                )
+            )
+        self.withdraw(reason)
+
+    def withdraw(self, reason: str) -> None:
+        """Tell everybody that this peer no longer takes part, with what it promised."""
+        if self.agreement is None:
+            return
+        stopped = self.agreement.withdraw()
+        peers = {m.peer_id for m in self.view.members} if self.view else set()
+        peers |= {p.peer_id for p in others(self.services, self.name)}
+        said = messages.Withdrawn(stopped=stopped, reason=reason, strikes=encode_strikes(self._strikes))
+        for peer_id in sorted(peers - {self.me.peer_id}):
+            self.services.send(peer_id, said, self.name)
+        self.event("withdrawn", reason=reason)
+        self._end_training()
+        self._stood_in, self._trainer_base, self._in_flight = 0, None, None
+        self.services.meta_changed()
+
+    # -- leases and rounds -----------------------------------------------------------------------------------------
+
+    def _lease(self, message: local.LeaseRequest) -> None:
+        if self.training is not None and not self.training.frozen:
+            self.training.lease(message.samples)
+        else:
+            self._early_lease = message.samples
+
+    def _round_result(self, message: local.RoundResult) -> None:
+        if self.training is not None:
+            self.training.round_result(message)
+            self._in_flight = self.training.in_flight
+        else:
+            self.to_trainer(local.RoundRefused(view_epoch=message.view_epoch, round=message.round))
+
+    def _round_failed(self, message: local.RoundFailed) -> None:
+        if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
+            return
+        self.event("round_failed", view_epoch=message.view_epoch, round=message.round, reason=message.reason)
+        self.act(self.agreement.wants_change(f"collective failed: {message.reason}", now_ms(), at_once=True))
+
+    def _claims(self) -> tuple[tuple[int, int, int], ...]:
+        if self.training is None:
+            return self._carried_claims if self._stood_in else ()
+        return tuple((s.shard, s.lo, s.hi) for s in self.training.work.claims())
+
+    _carried_claims: tuple[tuple[int, int, int], ...] = ()
+
+    def _ledger(self) -> Ledger:
+        if self.training is not None:
+            return self.training.ledger
+        if self.keeper.current is None:
+            raise AssertionError("no state is held")
+        return self.keeper.current.ledger
+
+    def _payload(self) -> bytes:
+        """Fixed at the first word of an attempt: the freeze that comes with it stops leases."""
+        ledger = self._ledger()
+        count = len(ledger.counts)
+        return encode_payload(
+            ProposalPayload(
+                view_epoch=self._stood_in,
+                epoch=ledger.epoch,
+                claims=self._claims(),
+                holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
+                reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
+                speed=self.measured.speed,
+                strikes=tuple(self._strikes),
+            )
+        )
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def _frozen(self) -> None:
+        if self.training is not None:
+            self.training.freeze()
+            self.to_trainer(local.CancelGroup(view_epoch=self.training.view.view_epoch))
+
+    def _end_training(self) -> None:
+        if self.training is not None:
+            self._carried_claims = self._claims()
+            self.training.release()
+            self.training = None
+
+    def _installed(self, view: View) -> None:
+        """A view stands. Adopt its start state if need be, then open it."""
+        mine = view.members.index(self.me)
+        payloads = [decode_payload(p) for p in view.payloads]
+        honoured = payloads[mine].view_epoch == max(p.view_epoch for p in payloads)
+        self._stood_in = view.view_epoch if honoured and self._stood_in else 0
+        old_training, old_view = self.training, self.view
+        old_work = old_training.work if old_training is not None else None
+        self._end_training()
+        self.view = view
+        self.values.view_changed(view)
+        self.event(
+            "view",
+            view_epoch=view.view_epoch,
+            view_id=view.view_id.hex(),
+            history=view.history.hex(),
+            members=[m.peer_id for m in view.members],
+            start=list(view.start.lineage),
+            digest=view.start.digest.hex(),
+        )
+        run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.fingerprint])
+        self.services.meta_changed()
+        self.spawn(self._open_view(view, old_work, old_view))
+
+    async def _open_view(self, view: View, old_work: Work | None, old_view: View | None) -> None:
+        held = self.keeper.current
+        if held is None or held.ref != view.start:
+            started_s = time.monotonic()
+            donors = [m.peer_id for m in view.holders if m != self.me]
+            try:
+                await self.keeper.adopt(view.start, lambda: self._bulk_addresses(donors), give_up_s=60.0)
+            except AdoptionFailedError as error:
+                self.event("adoption_failed", reason=str(error))
+                if self.view is view and self.agreement is not None:
+                    self.act(self.agreement.wants_change(str(error), now_ms(), at_once=True))
+                return
+            self.event("adopted", lineage=list(view.start.lineage), seconds=round(time.monotonic() - started_s, 3))
+        if self.view is not view or self.agreement is None or self.agreement.frozen or not self.trainer_up:
+            return
+        held = self.keeper.make_current(view.start)
+        self.act(self.agreement.adopted(view.start, now_ms()))
+        self._start_view(view, held, old_work, old_view)
+
+    def _bulk_addresses(self, peer_ids: list[str]) -> list[str]:
+        records = [self.services.record(p) for p in peer_ids]
+        return [r.bulk_address for r in records if r is not None]
+
+    def _local_mode(self, view: View) -> local.Local:
+        """What the view means for the trainer: see wire.trainer_messages.Local."""
+        if not self._stood_in or self._trainer_base is None:
+            return local.Local.RESET
+        if view.start.lineage == self._trainer_base:
+            return local.Local.KEEP
+        return local.Local.COUNTED if view.start.lineage == self._in_flight else local.Local.RESET
+
+    def _start_view(self, view: View, held: Held, old_work: Work | None, old_view: View | None) -> None:
+        if self.ready is None or self._policy is None:
+            raise AssertionError("a view without a ready trainer")
+        mode = self._local_mode(view)
+        payloads = [decode_payload(p) for p in view.payloads]
+        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.options.on_lost == "skip")
+        index = view.members.index(self.me)
+        work = Work.for_view(view, index, ledger, keep_leases=mode != local.Local.RESET)
+        self.training = Training(
+            host=self,
+            view=view,
+            me=self.me,
+            held=held,
+            ledger=ledger,
+            work=work,
+            slots=self.keeper.pool(),
+            policy=self._policy,
+            payload_spec=run_files.payload_spec(self.ready.parameters),
+            measured=self.measured,
+        )
+        self._stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
+        self._report_opening(view, ledger, work, old_work, old_view)
+        self.to_trainer(
+            local.ViewStarted(
+                view_epoch=view.view_epoch,
+                view_id=view.view_id,
+                rank=index,
+                world=len(view.members),
+                next_round=1,
+                slot_path=str(held.slot),
+                digest=held.anchor_digest,
+                tau=held.tau.tau,
+                epoch=ledger.epoch,
+                local=mode,
+                backend="gloo" if self.options.backend == "auto" else self.options.backend,
+                group_timeout_ms=self.services.settings.group_timeout_ms,
+            )
+        )
+        self.values.flush(self.to_trainer)
+        self.training.start()
+        if self._early_lease is not None:
+            samples, self._early_lease = self._early_lease, None
+            self.training.lease(samples)
+
+    def _report_opening(
+        self, view: View, ledger: Ledger, work: Work, old_work: Work | None, old_view: View | None
+    ) -> None:
+        self.event(
+            "assignment",
+            view_epoch=view.view_epoch,
+            epoch=ledger.epoch,
+            skipped=ledger.progress()[1],
+            assignment=[[[s.shard, s.lo, s.hi] for s in part] for part in work.assignment.stretches],
+        )
+        if self._manifest is None or old_work is None or old_view is None:
+            return
+        for change in takeovers(old_work, old_view, work, view, ledger):
+            self.event(
+                "takeover",
+                view_epoch=view.view_epoch,
+                shard=self._manifest.shard_digests[change.shard].hex(),
+                **{"from": change.from_peer, "to": change.to_peer},
+                first=change.first,
+                samples=change.samples,
+            )
+
+    # -- what Training asks for (TrainingHost) ----------------------------------------------------------------------
+
+    def to_member(self, peer_id: str, message: object) -> None:
+        self.services.send(peer_id, message, self.name)
+
+    def complete(self, ref: StateRef) -> bool:
+        if self.agreement is None:
+            return False
+        return self.act(self.agreement.complete(ref, now_ms())).accepted
+
+    def hold(self, held: Held) -> None:
+        self.keeper.hold(held)
+        self._trainer_base = held.ref.lineage
+        self._strikes.clear()  # the view's first complete round has them in its ledger
+
+    def committed(self, held: Held) -> None:
+        if self.agreement is None or self.view is None:
+            return
+        self.agreement.committed(held.ref.lineage)
+        self.agreement.established(self.view.view_epoch)
+        if held.ref.lineage > (0, 0) and self.keeper.checkpoint_due(self.options.checkpoint_every_s):
+            self.spawn(self.checkpoint(held))
+
+    async def checkpoint(self, held: Held, *, closed: bool = False) -> bool:
+        """Write a committed state; on disk the base moves together with it."""
+        history = self.agreement.history if self.agreement is not None else b""
+        keep = self.services.settings.checkpoints_kept
+        written = await self.keeper.checkpoint(held, history, closed=closed, keep=keep)
+        if written and self.agreement is not None:
+            self.act(self.agreement.checkpointed(held.ref.lineage, now_ms()))
+        return written
+
+    def barrier_change(self) -> None:
+        if self.agreement is not None:
+            self.act(self.agreement.at_barrier(now_ms()))
+
+    def change_wanted(self) -> bool:
+        return self.agreement is not None and self.agreement.change_wanted
+
+    def wants_change(self, reason: str) -> None:
+        if self.agreement is not None:
+            self.act(self.agreement.wants_change(reason, now_ms(), at_once=False))
+
+    def closing(self) -> bool:
+        return self.end.stop_asked
+
+    def close(self, finished: bool) -> None:
+        self.end.close(finished)
+
+    def diverged(self, odd: tuple[MemberId, ...], me: bool) -> None:
+        """Equal lineages with unequal digests: a fault of memory, disk or program. The odd ones leave, loudly."""
+        self.event("diverged", odd=[m.peer_id for m in odd])
+        if me:
+            self.refuse("this peer's state differs from the others' at the same round; restart it to adopt theirs")
+
+    def shard_here(self, shard: int) -> bool:
+        return self.ready is not None and self.services.data.usable(self.ready.dataset, shard)
+
+    def fetch_shard(self, shard: int, then: Callable[[], None]) -> None:
+        if self.ready is not None:
+            self.services.data.want(self.ready.dataset, shard, then)
+
+    def log_round(self, **facts: Any) -> None:
+        self.services.journal.round(run=self.name, **facts)
+
+    # -- other peers ------------------------------------------------------------------------------------------------
+
+    def message(self, sender: str, message: object) -> None:
+        """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
+        if isinstance(message, messages.RoundHeader):
+            check_header(message)
+            if self.training is not None:
+                self.training.header(sender, message)
+        elif isinstance(message, messages.AGREEMENT_MESSAGES):
+            if self.agreement is not None:
+                self.act(self.agreement.receive(message, now_ms()))
+        elif isinstance(message, messages.JoinRequest):
+            self._join_request(sender, message)
+        elif isinstance(message, messages.JoinRefused):
+            if self.training is None and self.trainer_up:
+                self.refuse(message.reason[:500])
+        elif isinstance(message, messages.Withdrawn):
+            self._withdrawn(sender, message)
+        elif isinstance(message, messages.GroupValue):
+            self.values.arrived(sender, message, self.to_trainer)
+        elif isinstance(message, messages.GroupValueRequest):
+            self.values.asked(sender, message)
+        elif isinstance(message, messages.StopAsked):
+            self.end.ask_stop(message.reason[:200], tell=False)
+        elif isinstance(message, messages.RunClosed):
+            self.end.closed_elsewhere(sender, message)
+
+    def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
+        if self.end.outcome in ("finished", "stopped"):
+            self.end.tell(sender)
+            return
+        if self.agreement is None or self.training is None:
+            return
+        difference = run_files.first_difference(self.fingerprint, request.fingerprint)
+        if difference is not None:
+            reason = f"run {self.name!r}: {difference}; use the same, or another --run name"
+            self.services.send(sender, messages.JoinRefused(reason=reason), self.name)
+            self.event("join_refused", peer_id=sender, reason=reason)
+            return
+        self.act(self.agreement.join_requested(sender, now_ms()))
+        self.training.repeat()
+
+    def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
+        if message.stopped.member.peer_id != sender:
+            raise RemoteProtocolError("a peer withdraws for itself")
+        known = {(s.victim, s.view_epoch, s.death) for s in self._strikes}
+        for strike in decode_strikes(message.strikes):
+            if (strike.victim, strike.view_epoch, strike.death) not in known and len(self._strikes) < 64:
+                self._strikes.append(strike)
+        self.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
+        if self.agreement is not None:
+            self.act(self.agreement.withdrawn(message.stopped, now_ms()))
+
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
+        """Membership's word about a peer."""
+        if self.agreement is not None and peer_id != self.me.peer_id:
+            self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def meta(self) -> RunMeta:
+        """What this peer says of the run to everybody."""
+        agreement, held = self.agreement, self.keeper.current
+        standing = self.training is not None and not self.end.outcome
+        committed = held is not None and held.ref.lineage > (0, 0)
+        return RunMeta(
+            name=self.name,
+            boot=self.me.boot,
+            history=agreement.history if agreement is not None else self._promises.history,
+            view_epoch=self.training.view.view_epoch if standing and self.training is not None else 0,
+            ready=self.trainer_up and not self.end.outcome,
+            fingerprint=run_files.fingerprint_digest(self.fingerprint) if self.fingerprint else b"",
+            samples=held.ledger.samples_total if held is not None and committed else 0,
+        )
+
+    def tick(self) -> None:
+        """Timers of the core, repeated headers, and the way into a view."""
+        if self.agreement is None:
+            return
+        self.act(self.agreement.tick(now_ms()))
+        if self.end.outcome:
+            return
+        if self.training is not None:
+            self.training.serve_lease()
+            if not self.training.frozen:
+                self.training.repeat()
+        if self.trainer_up and self.training is None:
+            self._enter()
+
+    def _enter(self) -> None:
+        if self.agreement is None or (self.view is not None and self.agreement.view is self.view and not self.agreement.left_out and not self.agreement.frozen):
+            return  # a view stands, its start state is on the way
+        step = self.entrance.step(
+            self.meta(), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
+        )
+        self.waiting = self.agreement.waiting_for() or step.waiting
+        if step.found:
+            self.act(self.agreement.found(step.found, now_ms()))
+        for peer_id in step.ask:
+            self.services.send(peer_id, messages.JoinRequest(fingerprint=self.fingerprint), self.name)
+        if step.yield_to:
+            self._give_up_history()
+
+    def _give_up_history(self) -> None:
+        """Nothing is committed here and much elsewhere: forget this history and join the other."""
+        self.event("history_given_up")
+        self._end_training()
+        self.view, self._stood_in, self._trainer_base = None, 0, None
+        held = self.keeper.current
+        if self.agreement is not None and held is not None:
+            self.act(self.agreement.yield_history(held.ref, now_ms()))
+        self.services.meta_changed()
+
+    async def shut_down(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+
+
+def encode_strikes(strikes: list[Strike]) -> bytes:
+    payload = ProposalPayload(
+        view_epoch=0, epoch=0, claims=(), holdings=b"", reachable=b"", speed=0, strikes=tuple(strikes)
+    )
+    return encode_payload(payload)
+
+
+def decode_strikes(data: bytes) -> tuple[Strike, ...]:
+    return decode_payload(data).strikes

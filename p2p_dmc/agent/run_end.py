@@ -1,0 +1,120 @@
+"""How a run ends on this peer: finished, stopped by agreement, left, refused (DESIGN.md sections 6 and 11)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from p2p_dmc.agent.adoption import AdoptionFailedError
+from p2p_dmc.agent.state import Held
+from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.wire import messages
+from p2p_dmc.wire import trainer_messages as local
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.run import Run
+
+LINGER_S = 2.0
+"""A peer whose run is over answers the others' last headers for this long."""
+
+
+class RunEnd:
+    """Closes a run once. ``outcome`` is "" while it goes on."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.outcome = ""
+        self.detail = ""
+        self.stop_asked = False
+        self.done = asyncio.Event()
+        self._closing = False
+
+    def ask_stop(self, reason: str, *, tell: bool) -> None:
+        """Agree to stop: the closing flag goes into this peer's next header, and everybody is told to do the same."""
+        if self.stop_asked or self.outcome:
+            return
+        run = self._run
+        self.stop_asked = True
+        run.event("stop_asked", reason=reason)
+        if tell and run.view is not None:
+            for member in run.view.members:
+                if member != run.me:
+                    run.to_member(member.peer_id, messages.StopAsked(reason=reason))
+        if run.training is not None:
+            run.training.repeat()
+
+    def close(self, finished: bool) -> None:
+        """All members' headers agree on the held state: it is committed, and the run ends or pauses with it."""
+        training = self._run.training
+        if training is not None and not self._closing:
+            self._closing = True
+            training.frozen = True
+            self._run.spawn(self._close(training.held, finished))
+
+    async def _close(self, held: Held, finished: bool) -> None:
+        run = self._run
+        await run.checkpoint(held, closed=not finished)
+        path = ""
+        if finished:
+            try:
+                path = str(await run.keeper.write_final(held))
+            except OSError as error:
+                run.services.say(f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters")
+            run.to_trainer(
+                local.RunFinished(slot_path=str(held.slot), digest=held.anchor_digest, final_path=path)
+            )
+        else:
+            run.save_closed()
+            run.to_trainer(local.TrainerStop(reason="the run was stopped"))
+        if run.view is not None:
+            for member in run.view.members:
+                if member != run.me:
+                    self.tell(member.peer_id, held, finished)
+        self.over("finished" if finished else "stopped", path)
+
+    def tell(self, peer_id: str, held: Held | None = None, finished: bool | None = None) -> None:
+        """Say to a member, or to somebody who asks to join, how the run ended."""
+        held = held or self._run.keeper.current
+        if held is not None:
+            closed = messages.RunClosed(
+                lineage=held.ref.lineage,
+                digest=held.ref.digest,
+                finished=self.outcome == "finished" if finished is None else finished,
+            )
+            self._run.to_member(peer_id, closed)
+
+    def closed_elsewhere(self, sender: str, closed: messages.RunClosed) -> None:
+        """Another peer ended the run at this state."""
+        run = self._run
+        if self.outcome or self._closing or run.keeper.slots is None or len(closed.digest) != 16:
+            return
+        held = run.keeper.current
+        ref = StateRef(lineage=closed.lineage, digest=closed.digest)
+        if held is not None and held.ref.lineage > closed.lineage:
+            return
+        if not closed.finished and (held is None or held.ref != ref):
+            return  # stopping is agreed at a barrier; whoever was not there resumes with the others
+        self._closing = True
+        run.spawn(self._adopt_end(sender, ref, closed.finished))
+
+    async def _adopt_end(self, sender: str, ref: StateRef, finished: bool) -> None:
+        run = self._run
+        record = run.services.record(sender)
+        addresses = [record.bulk_address] if record else []
+        try:
+            await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
+        except AdoptionFailedError as error:
+            run.event("adoption_failed", reason=str(error))
+            self._closing = False
+            return
+        await self._close(run.keeper.make_current(ref), finished)
+
+    def over(self, outcome: str, detail: str) -> None:
+        """The run is over here."""
+        if self.outcome:
+            return
+        self.outcome, self.detail = outcome, detail
+        self._run.event("run_over", outcome=outcome, detail=detail)
+        self._run.services.meta_changed()
+        self.done.set()
+        self._run.services.run_over(self._run.name)

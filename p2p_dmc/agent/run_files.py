@@ -1,0 +1,129 @@
+"""What a run keeps on disk besides checkpoints: its promises, its fingerprint, how it ended (DESIGN.md 6, 11)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2p_dmc.agent.home import write_json
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.agreement_messages import MemberId, Promises, ViewRef
+from p2p_dmc.errors import UserError
+from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
+
+Fingerprint = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """agreement.json of one run: promises, and whether it was closed (then this peer keeps its vote)."""
+
+    promises: Promises
+    closed: bool
+    boot: int  # of the incarnation that said them
+
+
+def _view_to_json(view: ViewRef | None) -> Any:
+    return None if view is None else [view.view_epoch, [[m.peer_id, m.boot] for m in view.members]]
+
+
+def _view_from_json(data: Any) -> ViewRef | None:
+    if data is None:
+        return None
+    members = tuple(MemberId(peer_id=str(p), boot=int(b)) for p, b in data[1])
+    return ViewRef(view_epoch=int(data[0]), members=members)
+
+
+def save_record(folder: Path, record: RunRecord) -> None:
+    """Durable before it returns: a promise is on disk before it is said."""
+    promises = record.promises
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(
+        folder / "agreement.json",
+        {
+            "n": promises.n,
+            "history": promises.history.hex(),
+            "base": _view_to_json(promises.base),
+            "known": _view_to_json(promises.known),
+            "pending": [_view_to_json(v) for v in promises.pending],
+            "closed": record.closed,
+            "boot": record.boot,
+        },
+    )
+
+
+def load_record(folder: Path) -> RunRecord | None:
+    """None when this peer never took part; UserError when the file is damaged (going on could break a promise)."""
+    path = folder / "agreement.json"
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        pending = tuple(v for v in map(_view_from_json, data["pending"]) if v is not None)
+        promises = Promises(
+            n=int(data["n"]),
+            history=bytes.fromhex(data["history"]),
+            base=_view_from_json(data["base"]),
+            known=_view_from_json(data["known"]),
+            pending=pending,
+        )
+        return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))
+    except (ValueError, KeyError, TypeError, IndexError, OSError):
+        raise UserError(f"{path} is damaged; use another --home, or delete the file to join as a new peer") from None
+
+
+def save_run(folder: Path, **facts: Any) -> None:
+    """run.json: the fingerprint that the first view fixed, and the end when it has come."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "run.json", load_run(folder) | facts)
+
+
+def load_run(folder: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads((folder / "run.json").read_text())
+        return data
+    except (OSError, ValueError):
+        return {}
+
+
+def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
+    """16 bytes that two peers share when their flat buffers have the same shape."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for p in parameters:
+        hasher.update(f"{p.name}\0{p.shape}\0{p.dtype}\n".encode())
+    return hasher.digest()
+
+
+def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str) -> Fingerprint:
+    """The run-wide settings as (setting, value for people), in the order in which differences are named."""
+    policy = TauPolicy.from_bytes(ready.tau_policy)
+    tau = f"{policy.tau0}" if policy.kind == "fixed" else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s)"
+    pairs = [
+        ("data set", f"{dataset_name} {ready.dataset.hex()[:12]}"),
+        ("epochs", str(ready.epochs)),
+        ("seed", str(ready.seed)),
+        ("tau", tau),
+        ("outer optimizer", ready.outer),
+        ("quorum", quorum),
+        ("backend", backend),
+        ("number of parameters", str(len(ready.parameters))),
+    ]
+    pairs += [(f"parameter {p.name}", f"{'x'.join(map(str, p.shape)) or 'scalar'} {p.dtype}") for p in ready.parameters]
+    return tuple(pairs)
+
+
+def fingerprint_digest(pairs: Fingerprint) -> bytes:
+    return hashlib.blake2b(repr(pairs).encode(), digest_size=8).digest()
+
+
+def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
+    """The first setting in which ``theirs`` differs from the run's, in words; None when they agree."""
+    run, other = dict(mine), dict(theirs)
+    for setting in [*run, *(s for s in other if s not in run)]:
+        if run.get(setting) != other.get(setting):
+            return f"{setting} is {other.get(setting, 'missing')} here and {run.get(setting, 'missing')} in the run"
+    return None

@@ -1,0 +1,168 @@
+"""Which states of a run this peer holds: slots, checkpoints, serving and adopting (DESIGN.md sections 2 and 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from p2p_dmc.agent import run_files
+from p2p_dmc.agent.adoption import ANCHOR, HEAD, Adoption
+from p2p_dmc.agent.checkpoints import (
+    checkpoint_parameters,
+    list_checkpoints,
+    load_checkpoint,
+    write_checkpoint,
+    write_model,
+)
+from p2p_dmc.agent.services import Services
+from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
+from p2p_dmc.core.adacomm import TauState
+from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.wire.messages import BulkRequest
+from p2p_dmc.wire.trainer_messages import ParameterSpec
+
+log = logging.getLogger("p2p_dmc.state")
+CACHED = 2
+
+
+class StateKeeper:
+    """The current state, a few recent ones, and their way to disk and to other peers."""
+
+    def __init__(self, run: str, folder: Path, services: Services) -> None:
+        self._run = run
+        self._folder = folder
+        self._services = services
+        self.slots: SlotPool | None = None
+        self.parameters: tuple[ParameterSpec, ...] = ()
+        self.current: Held | None = None
+        self._recent: dict[bytes, Held] = {}
+        self._checkpointed_s = time.monotonic()
+        self._writing = False
+
+    def open(self, parameters: Sequence[ParameterSpec]) -> None:
+        """The parameters are known: make room, and load the newest checkpoint that is whole."""
+        self.parameters = tuple(parameters)
+        numel = sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
+        self.slots = SlotPool(self._services.memory, numel)
+        for checkpoint in list_checkpoints(self._folder):
+            try:
+                if checkpoint_parameters(checkpoint) != self.parameters:
+                    raise ValueError("it is of another model")
+                self.hold(load_checkpoint(checkpoint, self.slots))
+            except ValueError as error:
+                self._services.say(f"checkpoint {checkpoint.folder} is skipped: {error}")
+                self._services.journal.event("checkpoint_skipped", path=str(checkpoint.folder), reason=str(error))
+                continue
+            return
+
+    def found(self, slot: Path, anchor_digest: bytes, ledger: Ledger, tau: TauState) -> None:
+        """The initial state, lineage (0, 0), from this peer's own trainer."""
+        ref = StateRef(lineage=(0, 0), digest=state_digest(anchor_digest, ledger, tau))
+        self.hold(Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau))
+
+    def hold(self, held: Held) -> None:
+        """This is the current state now. ``held.slot`` comes pinned once, for this keeper."""
+        self.current = held
+        self._remember(held)
+
+    def _remember(self, held: Held) -> None:
+        slots = self.pool()
+        if held.ref.digest in self._recent:
+            slots.unpin(held.slot)  # already remembered, the same bytes
+            self.current = self._recent[held.ref.digest]
+            return
+        self._recent[held.ref.digest] = held
+        for digest in [d for d, h in self._recent.items() if h is not self.current][: max(0, len(self._recent) - CACHED)]:
+            slots.unpin(self._recent.pop(digest).slot)
+
+    def pool(self) -> SlotPool:
+        if self.slots is None:
+            raise AssertionError("the run's parameters are not known yet")
+        return self.slots
+
+    def by_digest(self, digest: bytes) -> Held | None:
+        return self._recent.get(digest)
+
+    # -- other peers ------------------------------------------------------------------------------------------------
+
+    def provide(self, request: BulkRequest) -> tuple[int, bytes | memoryview] | None:
+        """A range of a state that is asked for by its digest."""
+        held = self._recent.get(request.digest)
+        if held is None:
+            return None
+        if request.part == HEAD:
+            head = encode_head(held)
+            return len(head), head[request.offset : request.offset + request.size]
+        if request.part != ANCHOR:
+            return None
+        with open(held.slot, "rb") as file:
+            file.seek(request.offset)
+            return self.pool().size_bytes, file.read(request.size)
+
+    async def adopt(self, ref: StateRef, donors: Callable[[], Sequence[str]], give_up_s: float) -> Held:
+        """Fetch and verify; it is remembered, but current only when the run says so. AdoptionFailedError."""
+        known = self._recent.get(ref.digest)
+        if known is not None:
+            return known
+        adoption = Adoption(self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes)
+        held = await adoption.fetch(ref, donors, give_up_s)
+        if ref.digest not in self._recent:
+            self._recent[ref.digest] = held
+        return self._recent[ref.digest]
+
+    def make_current(self, ref: StateRef) -> Held:
+        """The agreed state, which is remembered under its digest, carries the agreed lineage from now on."""
+        known = self._recent[ref.digest]
+        held = known if known.ref == ref else Held(
+            ref=ref, slot=known.slot, anchor_digest=known.anchor_digest, ledger=known.ledger, tau=known.tau
+        )
+        self._recent[ref.digest] = held
+        self.current = held
+        return held
+
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def checkpoint_due(self, every_s: float) -> bool:
+        return not self._writing and time.monotonic() - self._checkpointed_s >= every_s
+
+    async def checkpoint(self, held: Held, history: bytes, *, closed: bool, keep: int) -> bool:
+        """Write a committed state in the background; False (and a word to the user) when the disk refuses."""
+        slots = self.pool()
+        self._writing = True
+        slots.pin(held.slot)
+        try:
+            path = await asyncio.to_thread(
+                write_checkpoint, self._folder, held, self.parameters, history, closed, keep
+            )
+        except OSError as error:
+            self._services.say(f"checkpoint in {self._folder} failed: {error.strerror}; training goes on, free some room")
+            self._services.journal.event("checkpoint_failed", reason=str(error))
+            return False
+        finally:
+            slots.unpin(held.slot)
+            self._writing = False
+            self._checkpointed_s = time.monotonic()
+        self._services.journal.event("checkpoint", path=str(path), lineage=list(held.ref.lineage))
+        return True
+
+    async def write_final(self, held: Held) -> Path:
+        """runs/<run>/final/model.safetensors; OSError."""
+        path = self._folder / "final" / "model.safetensors"
+        slots = self.pool()
+        slots.pin(held.slot)
+        try:
+            await asyncio.to_thread(write_model, path, held.slot, self.parameters, {"format": "pt"})
+        finally:
+            slots.unpin(held.slot)
+        run_files.save_run(
+            self._folder,
+            finished={"lineage": list(held.ref.lineage), "digest": held.anchor_digest.hex()},
+            ledger=held.ledger.to_bytes().hex(),
+        )
+        return path

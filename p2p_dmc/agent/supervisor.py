@@ -1,0 +1,127 @@
+"""The trainer's process: started, watched, restarted when a signal killed it (DESIGN.md sections 2 and 10)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2p_dmc.wire.trainer_messages import ENV_AGENT, ENV_LIFELINE, ENV_RUN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerExit:
+    """How a trainer ended. ``signal_name`` is "" when it exited by itself; ``last_line`` of what it printed."""
+
+    code: int
+    signal_name: str
+    last_line: str
+
+
+class TrainerProcess:
+    """One trainer process. It dies with its agent: a pipe that only the agent holds open is its lifeline."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        script: str,
+        arguments: Sequence[str],
+        endpoint: str,
+        log_path: Path,
+        on_output: Callable[[bytes], None],
+    ) -> None:
+        self._run = run
+        self._script = script
+        self._arguments = tuple(arguments)
+        self._endpoint = endpoint
+        self._log_path = log_path
+        self._on_output = on_output
+        self._process: asyncio.subprocess.Process | None = None
+        self._tail = b""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> TrainerExit:
+        """Start it and wait for its end; its output goes to trainer.log and to ``on_output`` as it comes."""
+        read_end, write_end = os.pipe()
+        environment = dict(os.environ)
+        environment |= {ENV_AGENT: self._endpoint, ENV_RUN: self._run, ENV_LIFELINE: str(read_end)}
+        environment |= {"PYTHONUNBUFFERED": "1"}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "p2p_dmc.train.main",
+                self._script,
+                *self._arguments,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(read_end,),
+                start_new_session=True,  # Ctrl-C is the agent's to handle
+            )
+            os.close(read_end)
+            read_end = -1
+            await self._copy_output(self._process)
+            code = await self._process.wait()
+        finally:
+            if read_end >= 0:
+                os.close(read_end)
+            os.close(write_end)
+            self.kill()
+        lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
+        name = signal.Signals(-code).name if code < 0 else ""
+        return TrainerExit(code=code, signal_name=name, last_line=lines[-1].strip() if lines else "")
+
+    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+        """Until its end, not the pipe's: a process that the script left behind may hold that open."""
+        if process.stdout is None:
+            raise AssertionError("the trainer's output is not a pipe")
+        ended = asyncio.create_task(process.wait())
+        with open(self._log_path, "ab", buffering=0) as log_file:
+            while True:
+                reading = asyncio.create_task(process.stdout.read(1 << 16))
+                await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    await asyncio.wait({reading}, timeout=0.2)
+                if not reading.done() or not reading.result():
+                    reading.cancel()
+                    break
+                data = reading.result()
+                self._tail = (self._tail + data)[-8192:]
+                log_file.write(data)
+                self._on_output(data)
+        await ended
+
+    def kill(self) -> None:
+        """End it at once, if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+class RestartBudget:
+    """At most so many restarts within a window; beyond that, something is wrong that restarting does not mend."""
+
+    def __init__(self, restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._restarts = restarts
+        self._window_s = window_s
+        self._clock = clock
+        self._when: list[float] = []
+
+    def take(self) -> bool:
+        """Whether one more restart is allowed now; counts it."""
+        now_s = self._clock()
+        self._when = [t for t in self._when if now_s - t < self._window_s]
+        if len(self._when) >= self._restarts:
+            return False
+        self._when.append(now_s)
+        return True

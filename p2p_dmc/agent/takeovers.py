@@ -1,0 +1,49 @@
+"""Who takes over what of members that are gone (DESIGN.md section 11, events.jsonl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2p_dmc.agent.work import Work
+from p2p_dmc.core.agreement_messages import View
+from p2p_dmc.core.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takeover:
+    """Samples of one shard that changed hands because their owner is gone."""
+
+    shard: int
+    from_peer: str
+    to_peer: str
+    first: int  # position in the epoch's order of the first sample taken over
+    samples: int
+
+
+def takeovers(old: Work, old_view: View, new: Work, new_view: View, ledger: Ledger) -> tuple[Takeover, ...]:
+    """For each member of the old view that the new one lacks: the uncounted part of its list, and who has it now."""
+    if old.assignment.epoch != new.assignment.epoch:
+        return ()
+    staying = {m.peer_id for m in new_view.members}
+    owners: dict[int, list[tuple[int, int, str]]] = {}
+    for member, stretches in zip(new_view.members, new.assignment.stretches, strict=True):
+        for s in stretches:
+            owners.setdefault(s.shard, []).append((s.lo, s.hi, member.peer_id))
+    found = []
+    for member, stretches in zip(old_view.members, old.assignment.stretches, strict=True):
+        if member.peer_id in staying:
+            continue
+        for stretch in stretches:
+            for lo, hi, owner in owners.get(stretch.shard, ()):
+                first, last = max(lo, stretch.lo), min(hi, stretch.hi)
+                if first < last:
+                    found.append(
+                        Takeover(
+                            shard=stretch.shard,
+                            from_peer=member.peer_id,
+                            to_peer=owner,
+                            first=first,
+                            samples=last - first,
+                        )
+                    )
+    return tuple(found)

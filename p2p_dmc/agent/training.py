@@ -1,0 +1,392 @@
+"""Everything while one view stands: leases, the barrier, completion (DESIGN.md section 7, one peer's side of it)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from p2p_dmc.agent.barrier import Barrier, BarrierResult
+from p2p_dmc.agent.state import Held, SlotPool, state_digest
+from p2p_dmc.agent.work import Work
+from p2p_dmc.core import adacomm
+from p2p_dmc.core.adacomm import RoundFacts, TauPolicy
+from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
+from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire.messages import RoundHeader
+from p2p_dmc.wire.trainer_messages import Lease, LeaseEnd, Reduce, RoundComplete, RoundReady, RoundRefused, RoundResult
+
+SHARD_PATIENCE_S = 2.0
+"""A lease waits this long for a shard on its way before the round goes on without it."""
+
+
+class TrainingHost(Protocol):
+    """What the run does for its training."""
+
+    def to_trainer(self, message: object) -> None: ...
+    def to_member(self, peer_id: str, message: object) -> None: ...
+    def complete(self, ref: StateRef) -> bool: ...
+    def hold(self, held: Held) -> None: ...
+    def committed(self, held: Held) -> None: ...
+    def barrier_change(self) -> None: ...
+    def change_wanted(self) -> bool: ...
+    def wants_change(self, reason: str) -> None: ...
+    def closing(self) -> bool: ...
+    def close(self, finished: bool) -> None: ...
+    def diverged(self, odd: tuple[MemberId, ...], me: bool) -> None: ...
+    def shard_here(self, shard: int) -> bool: ...
+    def fetch_shard(self, shard: int, then: Callable[[], None]) -> None: ...
+    def log_round(self, **facts: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Measured:
+    """This peer's figures of the round before, for its next header."""
+
+    comm_us: int = 0
+    wait_us: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    speed: int = 0  # samples a second of local steps
+
+
+class Training:
+    """One member's rounds in one view. Frozen once: then it hands out nothing and completes nothing more."""
+
+    def __init__(
+        self,
+        host: TrainingHost,
+        view: View,
+        me: MemberId,
+        held: Held,
+        ledger: Ledger,
+        work: Work,
+        slots: SlotPool,
+        policy: TauPolicy,
+        payload_spec: bytes,
+        measured: Measured,
+    ) -> None:
+        self.host = host
+        self.view = view
+        self.held = held
+        self.ledger = ledger
+        """Invariant: held.ledger, with this view's strikes until its first round is complete."""
+        self.work = work
+        self.slots = slots
+        self.policy = policy
+        self.payload_spec = payload_spec
+        self.measured = measured
+        self.barrier = Barrier(view, me)
+        self.me = work.me
+        self.frozen = False
+        self.committed_round: tuple[int, int] = held.ref.lineage
+        self.in_flight: tuple[int, int] | None = None
+        """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
+        self.last_samples = [0] * len(view.members)
+        self._scratch: Path | None = None
+        self._reducing: BarrierResult | None = None
+        self._said_at_s = 0.0
+        self._lease_wanted: tuple[int, float] | None = None
+        self._speeds = [0] * len(view.members)
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    def lease(self, samples: int) -> None:
+        """The trainer asks for samples."""
+        self._lease_wanted = (max(1, min(samples, 1 << 20)), time.monotonic())
+        self.serve_lease()
+
+    def serve_lease(self) -> None:
+        """Answer a waiting lease if the shards are here; call again when one arrives and now and then."""
+        if self._lease_wanted is None or self.frozen:
+            return
+        if self.ledger.done:
+            return  # RunFinished follows once the last round is committed
+        samples, since_s = self._lease_wanted
+        wanted = self.work.peek(samples)
+        ready = 0
+        for stretch in wanted:
+            if not self.host.shard_here(stretch.shard):
+                self.host.fetch_shard(stretch.shard, self.serve_lease)
+                break
+            ready += len(stretch)
+        if wanted and not ready and time.monotonic() - since_s < SHARD_PATIENCE_S:
+            return
+        self._lease_wanted = None
+        if ready:
+            stretches = tuple((s.shard, s.lo, s.hi) for s in self.work.lease(ready))
+            self.host.to_trainer(Lease(epoch=self.ledger.epoch, stretches=stretches))
+        else:
+            self.host.to_trainer(LeaseEnd(epoch=self.ledger.epoch, finished=False))
+
+    # -- the barrier ----------------------------------------------------------------------------------------------
+
+    def round_ready(self, said: RoundReady) -> None:
+        """The trainer has done its local steps."""
+        if self.frozen or said.view_epoch != self.view.view_epoch or said.round != self.barrier.round:
+            return  # it will say so again in the next view
+        if self.barrier.own is not None:
+            return  # a header is said once: others may have acted on it
+        if said.samples > self.work.leased - self.work.cursors[self.me]:
+            raise RemoteProtocolError(f"the trainer says it consumed {said.samples} samples, more than it was given")
+        if said.compute_us > 0 and said.samples > 0:
+            fresh = said.samples * 1_000_000 // said.compute_us
+            self.measured.speed = (3 * self.measured.speed + fresh) // 4 if self.measured.speed else max(1, fresh)
+        self.in_flight = (self.view.view_epoch, said.round)
+        self._say(
+            self._header(
+                samples=said.samples,
+                steps=said.steps,
+                loss_sum_micro=said.loss_sum_micro,
+                compute_us=said.compute_us,
+                finite=said.finite,
+            )
+        )
+
+    def _header(
+        self, *, samples: int, steps: int, loss_sum_micro: int, compute_us: int, finite: bool, final: bool = False
+    ) -> RoundHeader:
+        return RoundHeader(
+            view_epoch=self.view.view_epoch,
+            view_id=self.view.view_id,
+            round=self.barrier.round,
+            digest=self.held.ref.digest,
+            payload_spec=self.payload_spec,
+            samples=samples,
+            steps=steps,
+            loss_sum_micro=loss_sum_micro,
+            compute_us=compute_us,
+            comm_us=self.measured.comm_us,
+            wait_us=self.measured.wait_us,
+            bytes_sent=self.measured.bytes_sent,
+            bytes_received=self.measured.bytes_received,
+            finite=finite,
+            change=self.host.change_wanted(),
+            closing=self.host.closing(),
+            final=final,
+        )
+
+    def _say(self, header: RoundHeader) -> None:
+        self._said_at_s = time.monotonic()
+        self.barrier.say(header)
+        self._tell(header)
+        self.check_barrier()
+
+    def _tell(self, header: RoundHeader, only: tuple[MemberId, ...] | None = None) -> None:
+        for i, member in enumerate(self.view.members):
+            if i != self.me and (only is None or member in only):
+                self.host.to_member(member.peer_id, header)
+
+    def header(self, peer_id: str, header: RoundHeader) -> None:
+        """A member's header arrived."""
+        repeat = self.barrier.add(peer_id, header)
+        if repeat is not None:
+            self.host.to_member(peer_id, repeat)
+        elif not self.frozen:
+            self.check_barrier()
+
+    def repeat(self) -> None:
+        """Time has passed: say my header again to whoever has not answered; flags may have been raised since."""
+        own = self.barrier.own
+        if self.frozen or own is None or self._reducing is not None:
+            return
+        result = self.barrier.result()
+        if result is not None and not any(result.weights):
+            self._raise_flags(own)
+        else:
+            self._tell(own, self.barrier.missing())
+
+    def _raise_flags(self, own: RoundHeader) -> None:
+        """Everybody stands here with nothing to reduce: only a change or the end of the run leads on."""
+        raised = replace(own, change=self.host.change_wanted(), closing=self.host.closing())
+        if raised != own:
+            self._say(raised)
+        else:
+            self._tell(own)
+
+    def check_barrier(self) -> None:
+        """Everybody's header is here: commit the round before, then stop, change, or reduce."""
+        result = self.barrier.result()
+        if result is None or self._reducing is not None or self.frozen:
+            return
+        odd = result.odd_ones()
+        if odd:
+            self.frozen = True
+            self.host.diverged(tuple(self.view.members[i] for i in odd), self.me in odd)
+            return
+        self.committed_round = self.held.ref.lineage
+        self.host.committed(self.held)
+        if result.final or result.closing:
+            self.host.close(finished=result.final)
+        elif result.change:
+            self.host.barrier_change()
+        elif any(result.weights):
+            self._start_reduction(result)
+        elif any(not h.finite for h in result.headers):
+            self._complete_without_payload(result)
+
+    def _start_reduction(self, result: BarrierResult) -> None:
+        self.measured.wait_us = int((time.monotonic() - self._said_at_s) * 1e6)
+        self._reducing = result
+        self._scratch = self._scratch or self.slots.take()
+        self.host.to_trainer(
+            Reduce(
+                view_epoch=self.view.view_epoch,
+                round=self.barrier.round,
+                weight=result.weights[self.me],
+                divisor=sum(result.weights),
+                slot_path=str(self._scratch),
+            )
+        )
+
+    # -- completion -----------------------------------------------------------------------------------------------
+
+    def round_result(self, said: RoundResult) -> None:
+        """The trainer has the round's result in the scratch slot and asks whether it counts."""
+        result = self._reducing
+        if result is None or (said.view_epoch, said.round) != (self.view.view_epoch, self.barrier.round):
+            self.host.to_trainer(RoundRefused(view_epoch=said.view_epoch, round=said.round))
+            return
+        self.measured.comm_us = max(1, said.comm_us)
+        self.measured.bytes_sent, self.measured.bytes_received = said.bytes_sent, said.bytes_received
+        if self._scratch is None:
+            raise AssertionError("a reduction without a scratch slot")
+        if self._complete(result, self._scratch, said.digest):
+            self._scratch = None
+        else:
+            self.host.to_trainer(RoundRefused(view_epoch=said.view_epoch, round=said.round))
+
+    def _complete_without_payload(self, result: BarrierResult) -> None:
+        """Nobody has anything finite to add: the anchor stays, the strikes count, the samples come again."""
+        self.slots.pin(self.held.slot)
+        if not self._complete(result, self.held.slot, self.held.anchor_digest):
+            self.slots.unpin(self.held.slot)
+
+    def _complete(self, result: BarrierResult, slot: Path, anchor_digest: bytes) -> bool:
+        """Record the round unless a freeze came first. Everything before the recording is a pure function."""
+        counted = [self.work.next_of(i, w) for i, w in enumerate(result.weights)]
+        ledger = self.ledger.advance([s for part in counted for s in part])
+        quarantined = ledger.progress()[1]
+        for i, header in enumerate(result.headers):
+            if not header.finite and ledger.epoch == self.ledger.epoch:
+                for stretch in self.work.next_of(i, header.samples):
+                    ledger = ledger.strike(stretch)
+        tau = adacomm.after_round(self.policy, self.held.tau, [facts(h) for h in result.headers])
+        lineage = (self.view.view_epoch, self.barrier.round)
+        ref = StateRef(lineage=lineage, digest=state_digest(anchor_digest, ledger, tau))
+        if not self.host.complete(ref):
+            return False
+        before, tau_used = self.ledger, self.held.tau.tau
+        self.held = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
+        self.host.hold(self.held)
+        self._advance(result, ledger)
+        if ledger.epoch == before.epoch and ledger.progress()[1] > quarantined:
+            self.host.wants_change("samples were quarantined")
+        self._report(result, counted, before, tau_used)
+        self.host.to_trainer(
+            RoundComplete(
+                view_epoch=lineage[0],
+                round=lineage[1],
+                tau=tau.tau,
+                epoch=ledger.epoch,
+                reset=not result.headers[self.me].finite,
+            )
+        )
+        self._after_completion()
+        return True
+
+    def _advance(self, result: BarrierResult, ledger: Ledger) -> None:
+        for i, header in enumerate(result.headers):
+            if header.compute_us and header.samples:
+                self._speeds[i] = max(1, header.samples * 1_000_000 // header.compute_us)
+            self.last_samples[i] = header.samples
+        if ledger.epoch != self.ledger.epoch and not ledger.done:
+            self.work = Work.for_epoch(self.view, self.me, ledger, self._speeds)
+        elif not ledger.done:
+            self.work.advance(result.weights)
+            if not result.headers[self.me].finite:
+                self.work.drop_leases()
+        self.ledger = ledger
+        self.in_flight = None
+        self._reducing = None
+        self.barrier.next_round()
+
+    def _after_completion(self) -> None:
+        if self.ledger.done:
+            self._say(
+                self._header(samples=0, steps=0, loss_sum_micro=0, compute_us=0, finite=True, final=True)
+            )  # a run ends with headers alone, so its last round is committed too
+        else:
+            self.check_barrier()
+
+    def start(self) -> None:
+        """The view is open. With nothing left to train, headers alone finish the run."""
+        if self.ledger.done:
+            self._after_completion()
+
+    def _report(
+        self, result: BarrierResult, counted: list[tuple[Stretch, ...]], before: Ledger, tau_used: int
+    ) -> None:
+        samples = sum(result.weights)
+        loss = sum(h.loss_sum_micro for h in result.headers if h.finite) / samples / 1e6 if samples else None
+        own = result.headers[self.me]
+        self.host.log_round(
+            view_epoch=self.held.ref.lineage[0],
+            round=self.held.ref.lineage[1],
+            committed_round=self.committed_round[1] if self.committed_round[0] == self.view.view_epoch else 0,
+            members=len(self.view.members),
+            tau=tau_used,
+            loss=None if loss is None else round(loss, 6),
+            epoch=before.epoch,
+            samples_round=samples,
+            samples_total=self.ledger.samples_total,
+            compute_s=own.compute_us / 1e6,
+            comm_s=self.measured.comm_us / 1e6 if any(result.weights) else 0.0,
+            wait_s=self.measured.wait_us / 1e6,
+            bytes_sent=self.measured.bytes_sent,
+            bytes_received=self.measured.bytes_received,
+            digest=self.held.anchor_digest.hex(),
+            state=self.held.ref.digest.hex(),
+            counted=[[s.shard, s.lo, s.hi] for part in counted for s in part],
+            speeds=list(self._speeds),
+            tau_reason=self.held.tau.reason,
+        )
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """From here on this view completes no round; what it holds is the run's again."""
+        self.frozen = True
+        self._reducing = None
+
+    def release(self) -> None:
+        """Give back the scratch slot; a reduction may still write into it, but nobody reads it before the next one."""
+        self.freeze()
+        if self._scratch is not None:
+            self.slots.unpin(self._scratch)
+            self._scratch = None
+
+
+def facts(header: RoundHeader) -> RoundFacts:
+    """A header as the tau controller reads it; one that was not finite says nothing about the loss."""
+    if not header.finite:
+        return RoundFacts(samples=0, steps=header.steps, loss_sum_micro=0, compute_us=header.compute_us, comm_us=0)
+    return RoundFacts(
+        samples=header.samples,
+        steps=header.steps,
+        loss_sum_micro=header.loss_sum_micro,
+        compute_us=header.compute_us,
+        comm_us=header.comm_us,
+    )
+
+
+def check_header(header: RoundHeader) -> None:
+    """Bounds of a header from the network; RemoteProtocolError."""
+    numbers = (header.samples, header.steps, header.compute_us, header.comm_us, header.wait_us, header.round)
+    if any(not 0 <= n < 1 << 53 for n in numbers) or abs(header.loss_sum_micro) >= 1 << 62:
+        raise RemoteProtocolError("a header's number is out of range")
+    if len(header.digest) != 16 or len(header.payload_spec) != 16:
+        raise RemoteProtocolError("a header's digest has 16 bytes")

@@ -1,0 +1,176 @@
+"""What this peer's trainer may consume: leases, cursors and claims within one view's assignment (DESIGN.md section 7).
+
+A lease is the agent's word that these samples are the trainer's. Leased and not yet counted is what a proposal claims;
+so the loader hands out nothing between freeze and install, because the agent leases nothing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from p2p_dmc.core.agreement_messages import View
+from p2p_dmc.core.assignment import Assignment, assign, granted
+from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire import codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """What a trainer had in hand when it died. Told by its agent; counted once however many members repeat it."""
+
+    victim: str
+    view_epoch: int
+    death: int  # numbers the deaths of one agent's trainers
+    epoch: int
+    stretches: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposalPayload:
+    """What a member's proposal carries for the assignment. Fixed at the first word of an attempt."""
+
+    view_epoch: int  # of the last view it stood in: claims of an older one than anybody's are dead
+    epoch: int  # data epoch of the claims
+    claims: tuple[tuple[int, int, int], ...]
+    holdings: bytes  # bitmap of the shards it holds, verified
+    reachable: bytes  # bitmap of the shards that it knows somebody to hold, members or not
+    speed: int  # samples a second, 0 when unknown
+    strikes: tuple[Strike, ...]
+
+
+def encode_payload(payload: ProposalPayload) -> bytes:
+    packed: bytes = codec.msgpack.packb(codec.to_plain(payload), use_bin_type=True)
+    return packed
+
+
+def decode_payload(data: bytes) -> ProposalPayload:
+    return codec.from_plain(ProposalPayload, codec.unpack(data, 1 << 20))
+
+
+def bitmap(shards: Container[int], count: int) -> bytes:
+    """One bit a shard, numpy.packbits order."""
+    return np.packbits(np.fromiter((i in shards for i in range(count)), dtype=bool, count=count)).tobytes()
+
+
+def from_bitmap(data: bytes, count: int) -> frozenset[int]:
+    """RemoteProtocolError when its size does not fit ``count`` shards."""
+    if len(data) != (count + 7) // 8:
+        raise RemoteProtocolError(f"a bitmap of {len(data)} bytes for {count} shards")
+    return frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8), count=count)).tolist())
+
+
+def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_lost: bool) -> Ledger:
+    """The ledger that a view's first round continues: the start state's, with the strikes that the members bring.
+
+    A pure function of the view and of its start state. ``skip_lost``: shards that no member can reach count as lost.
+    """
+    strikes = {(s.victim, s.view_epoch, s.death): s for p in payloads for s in p.strikes if s.epoch == ledger.epoch}
+    for key in sorted(strikes):
+        for stretch in to_stretches(strikes[key].stretches, ledger):
+            if ledger.epoch == strikes[key].epoch:
+                ledger = ledger.strike(stretch)
+    if skip_lost:
+        lost = unreachable(payloads, ledger)
+        ledger = ledger.skip([s for s in ledger.remaining() if s.shard in lost])
+    return ledger
+
+
+def unreachable(payloads: Sequence[ProposalPayload], ledger: Ledger) -> frozenset[int]:
+    """Shards that no member knows anybody to hold."""
+    known: set[int] = set()
+    for payload in payloads:
+        known |= from_bitmap(payload.reachable, len(ledger.counts))
+    return frozenset(range(len(ledger.counts))) - known
+
+
+def to_stretches(plain: Sequence[tuple[int, int, int]], ledger: Ledger) -> tuple[Stretch, ...]:
+    """Stretches of this data set; what does not exist in it is left out."""
+    return tuple(
+        Stretch(shard=s, lo=lo, hi=hi)
+        for s, lo, hi in plain
+        if 0 <= s < len(ledger.counts) and 0 <= lo < hi <= ledger.counts[s]
+    )
+
+
+def valid_claims(payloads: Sequence[ProposalPayload], ledger: Ledger) -> tuple[tuple[Stretch, ...], ...]:
+    """Claims that the new view honours: made in the newest view that anybody here stood in, for the current epoch."""
+    newest = max(p.view_epoch for p in payloads)
+    return tuple(
+        to_stretches(p.claims, ledger) if p.view_epoch == newest and p.epoch == ledger.epoch else ()
+        for p in payloads
+    )
+
+
+class Work:
+    """One assignment, how far each member's counted cursor is, and how far this member's lease."""
+
+    def __init__(self, assignment: Assignment, me: int, leased: int) -> None:
+        self.assignment = assignment
+        self.me = me
+        self.cursors = [0] * len(assignment.stretches)
+        self.leased = leased
+        """Invariant: cursors[me] <= leased <= length of my list."""
+
+    @classmethod
+    def for_view(cls, view: View, me: int, ledger: Ledger, *, keep_leases: bool) -> Work:
+        """The assignment is a function of the view and of the ledger that it starts from: the same on every member."""
+        payloads = [decode_payload(p) for p in view.payloads]
+        claims = valid_claims(payloads, ledger)
+        assignment = _assign(payloads, ledger, [p.speed for p in payloads], claims)
+        kept = sum(map(len, granted(ledger, claims)[0][me])) if keep_leases else 0
+        return cls(assignment, me, kept)
+
+    @classmethod
+    def for_epoch(cls, view: View, me: int, ledger: Ledger, speeds: Sequence[int]) -> Work:
+        """An epoch's end is no view change: the next assignment comes from the same view, nothing is claimed."""
+        payloads = [decode_payload(p) for p in view.payloads]
+        return cls(_assign(payloads, ledger, speeds, [()] * len(payloads)), me, 0)
+
+    def lease(self, samples: int) -> tuple[Stretch, ...]:
+        """The next stretches for my trainer, at most ``samples``; empty at the end of my list."""
+        end = min(self.leased + samples, self.assignment.length(self.me))
+        stretches = self.assignment.consumed(self.me, self.leased, end) if end > self.leased else ()
+        self.leased = end
+        return stretches
+
+    def peek(self, samples: int) -> tuple[Stretch, ...]:
+        """What the next lease of so many samples would hand out."""
+        end = min(self.leased + samples, self.assignment.length(self.me))
+        return self.assignment.consumed(self.me, self.leased, end) if end > self.leased else ()
+
+    def claims(self) -> tuple[Stretch, ...]:
+        """Leased, not counted."""
+        cursor = self.cursors[self.me]
+        return self.assignment.consumed(self.me, cursor, self.leased) if self.leased > cursor else ()
+
+    def next_of(self, member: int, samples: int) -> tuple[Stretch, ...]:
+        """The ``samples`` that follow a member's counted cursor; RemoteProtocolError beyond the end of its list."""
+        cursor = self.cursors[member]
+        if cursor + samples > self.assignment.length(member):
+            raise RemoteProtocolError(f"member {member} says it consumed more than it was given")
+        return self.assignment.consumed(member, cursor, cursor + samples) if samples else ()
+
+    def advance(self, consumed: Sequence[int]) -> None:
+        """A complete round counted so many samples of each member."""
+        for member, samples in enumerate(consumed):
+            self.cursors[member] += samples
+        if self.cursors[self.me] > self.leased:
+            raise AssertionError(f"counted {self.cursors[self.me]} samples of {self.leased} leased ones")
+
+    def drop_leases(self) -> None:
+        """The trainer forgot what it had in hand; it is handed out again."""
+        self.leased = self.cursors[self.me]
+
+
+def _assign(
+    payloads: Sequence[ProposalPayload],
+    ledger: Ledger,
+    speeds: Sequence[int],
+    claims: Sequence[tuple[Stretch, ...]],
+) -> Assignment:
+    holdings = [from_bitmap(p.holdings, len(ledger.counts)) for p in payloads]
+    return assign(ledger, len(payloads), holdings, speeds, claims, unreachable(payloads, ledger))

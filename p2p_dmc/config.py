@@ -1,0 +1,97 @@
+"""Every setting of the agent, with unit, default and reason. Cores have their own settings classes, built here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_PORT = 7400
+"""First port tried; the next free one is taken when it is in use."""
+
+DEFAULT_REPLICAS = 2
+"""One machine may die without a shard being lost, at twice the disk space."""
+
+DEFAULT_CAPACITY_BYTES = 100 << 30
+"""What a peer offers for shards; the weight of its share of the placement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """Timing and limits of one agent. All in the units of the names."""
+
+    tick_ms: int = 100
+    """How often the shell asks the cores for due timers when nothing arrives; idle cost against reaction."""
+
+    found_still_ms: int = 700
+    """Founding waits until the set of ready trainers has not changed for this long: four joins make one view."""
+
+    join_retry_ms: int = 500
+    """A ready trainer outside the view repeats its request; messages may be lost."""
+
+    header_retry_ms: int = 250
+    """A header that somebody may have missed is said again."""
+
+    group_timeout_ms: int = 3000
+    """gloo's bound on lack of progress (connecting takes up to five of it): the backstop behind verdicts."""
+
+    fetch_chunk_bytes: int = 1 << 20
+    """Range of one bulk request: large against the round trip, small against a head-of-line delay."""
+
+    fetch_parallel: int = 4
+    """Shards fetched at once."""
+
+    fetch_window: int = 4
+    """Outstanding ranges per shard and source."""
+
+    range_timeout_ms: int = 4000
+    """A source that does not answer a range for this long is left for another."""
+
+    holdings_interval_ms: int = 5000
+    """Holdings are repeated this often to whoever may have missed them; changes are told at once."""
+
+    reconcile_still_ms: int = 1500
+    """Re-placement waits until membership has been still: bytes wait out flapping, takeover does not."""
+
+    drop_still_ms: int = 30_000
+    """Shards that belong elsewhere are deleted only after placement has agreed for this long."""
+
+    checkpoint_every_s: float = 60.0
+    """Committed state is written this often; all peers killed at once lose at most this much."""
+
+    checkpoints_kept: int = 3
+    """Newest checkpoints kept per run."""
+
+    trainer_restarts: int = 3
+    """A trainer killed by a signal is restarted at most so often within trainer_restart_window_s."""
+
+    trainer_restart_window_s: float = 600.0
+
+    leave_grace_s: float = 10.0
+    """A graceful leave waits at most this long for the others to take over."""
+
+    run_messages_bytes: int = 256 << 10
+    """Largest payload of a proposal."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "64MiB", "100GiB", "1.5GB" or a plain number; ValueError with the accepted forms."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        size = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is not a size; write 64MiB, 100GiB or a number of bytes") from None
+    if not 1 <= size < 1 << 60:
+        raise ValueError(f"{text!r} is not a size; write 64MiB, 100GiB or a number of bytes")
+    return int(size)
+
+
+def format_size(size_bytes: float) -> str:
+    """ "17.3 MiB" and the like, for people."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

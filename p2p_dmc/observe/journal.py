@@ -1,0 +1,52 @@
+"""metrics.jsonl and events.jsonl of one home: append-only, one JSON object a line (DESIGN.md section 11)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+class Journal:
+    """Writes lines; ``listeners`` see each line too (progress display, attached clients)."""
+
+    def __init__(self, home: Path, peer_id: str) -> None:
+        self._peer_id = peer_id
+        self._metrics: IO[str] = open(home / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._events: IO[str] = open(home / "events.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
+
+    def round(self, **facts: Any) -> None:
+        """One complete round."""
+        self._write("round", self._metrics, {"time": round(time.time(), 3), **facts})
+
+    def event(self, event: str, *, peer_id: str | None = None, **facts: Any) -> None:
+        """One membership, view, fetch, takeover or fault event; ``peer_id`` is whom it is about, default this peer."""
+        line = {"time": round(time.time(), 3), "event": event, "peer_id": peer_id or self._peer_id, **facts}
+        self._write("event", self._events, line)
+
+    def _write(self, kind: str, file: IO[str], line: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError:  # a full disk costs lines, not the run
+            pass
+        for listener in self.listeners:
+            listener(kind, line)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; a last line cut short by a crash is left out."""
+    lines = []
+    if path.exists():
+        for text in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+    return lines

@@ -1,0 +1,276 @@
+"""What agents and clients say to each other, beside the messages of the cores, which are registered here too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from p2p_dmc.core import agreement_messages, membership
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire import codec
+from p2p_dmc.wire.codec import message
+
+for _core_message in (
+    membership.Ping,
+    membership.PingReq,
+    membership.Ack,
+    membership.Nack,
+    membership.Gossip,
+    membership.PushPull,
+    agreement_messages.Propose,
+    agreement_messages.Cause,
+    agreement_messages.Promised,
+    agreement_messages.Surpassed,
+    agreement_messages.Withdrawal,
+):
+    message(_core_message)
+
+MEMBERSHIP_MESSAGES = (
+    membership.Ping,
+    membership.PingReq,
+    membership.Ack,
+    membership.Nack,
+    membership.Gossip,
+    membership.PushPull,
+)
+AGREEMENT_MESSAGES = (
+    agreement_messages.Propose,
+    agreement_messages.Cause,
+    agreement_messages.Promised,
+    agreement_messages.Surpassed,
+    agreement_messages.Withdrawal,
+)
+
+
+# -- what a peer says of itself through membership ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMeta:
+    """One run as its peer sees it."""
+
+    name: str
+    boot: int  # of the member that it is in views; older than the peer's when a closed run was opened again
+    history: bytes  # b"" before the first view
+    view_epoch: int  # 0 when no view stands
+    ready: bool  # a trainer waits or trains
+    fingerprint: bytes  # 8 bytes; b"" before the trainer has said what it trains
+    samples: int  # committed, to tell two histories apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMeta:
+    """The application's part of a membership record."""
+
+    weight: int  # share of the placement, GiB of capacity
+    runs: tuple[RunMeta, ...]
+
+
+def encode_meta(meta: PeerMeta) -> bytes:
+    packed: bytes = codec.msgpack.packb(codec.to_plain(meta), use_bin_type=True)
+    return packed
+
+
+def decode_meta(data: bytes) -> PeerMeta | None:
+    """None for what another version of the program may have put there."""
+    try:
+        return codec.from_plain(PeerMeta, codec.unpack(data, 2048))
+    except RemoteProtocolError:
+        return None
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundHeader:
+    """One member's word at a round's barrier (DESIGN.md section 7): where it stands and what it would contribute."""
+
+    view_epoch: int
+    view_id: bytes
+    round: int
+    digest: bytes  # of the state that the round starts from
+    payload_spec: bytes  # of the flat buffer: a mismatch would abort the process inside gloo
+    samples: int
+    steps: int
+    loss_sum_micro: int
+    compute_us: int
+    comm_us: int  # of the last round
+    wait_us: int  # of the last round
+    bytes_sent: int
+    bytes_received: int
+    finite: bool
+    change: bool  # post no payload: a change of view is wanted
+    closing: bool  # the run is to be stopped here
+    final: bool  # nothing is left to train: this header only commits
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupValue:
+    """Rendezvous of one view's group: a value published by a member."""
+
+    view_id: bytes
+    key: str
+    value: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupValueRequest:
+    view_id: bytes
+    key: str
+
+
+# -- entering and leaving a run ---------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """A ready trainer outside the view asks to be let in. ``fingerprint``: (setting, value) pairs, sorted."""
+
+    fingerprint: tuple[tuple[str, str], ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRefused:
+    """Why not: the first difference, in words."""
+
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """The sender no longer takes part (it leaves, or its trainer is gone); its promises are told."""
+
+    stopped: agreement_messages.Stopped
+    reason: str
+    strikes: bytes  # agent.work.encode_strikes: what trainers had in hand when they died
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """Somebody asked the run to stop; every member sets the closing flag in its next header."""
+
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClosed:
+    """The run was stopped by agreement at this state (said to members that were not at the last barrier)."""
+
+    lineage: tuple[int, int]
+    digest: bytes
+    finished: bool
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Which shards of one data set the sender holds, verified. ``bitmap``: one bit a shard, numpy.packbits order."""
+
+    dataset: bytes
+    name: str
+    version: int
+    bitmap: bytes
+    placement: bytes  # digest of the placement that the sender computed
+    manifest_bytes: int
+
+
+class BulkKind(IntEnum):
+    MANIFEST = 0
+    SHARD = 1
+    STATE = 2
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkRequest:
+    """A range of something content-addressed. ``name``: "" or the run; ``part``: shard index or slot part."""
+
+    request: int
+    kind: BulkKind
+    name: str
+    digest: bytes
+    part: int
+    offset: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or not 0 < self.size <= 4 << 20 or self.part < 0 or len(self.digest) != 16:
+            raise ValueError("no such range")
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkReply:
+    """Before the data frame. ``total`` is the size of the whole, -1 when the sender does not have it."""
+
+    request: int
+    total: int
+
+
+# -- clients: dmc-peer status and the like ------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    command: str
+    arguments: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientReply:
+    """``body`` is JSON when ``ok``, else one line for the user. ``more``: another reply follows."""
+
+    ok: bool
+    body: str
+    more: bool
+
+
+# -- local commands on a running home -----------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitScript:
+    """Run this script as a trainer of that run. Answered by TrainerOutput, then SubmitEnded."""
+
+    run: str
+    script: str
+    arguments: tuple[str, ...]
+    quorum: str
+    backend: str
+    min_peers: int
+    checkpoint_every_s: float
+    on_lost: str
+    seeds: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLine:
+    """Something for the person who waits: ``kind`` is output (bytes of the script), say, round or event (JSON)."""
+
+    kind: str
+    data: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitEnded:
+    """The run is over on this peer."""
+
+    code: int
+    line: str

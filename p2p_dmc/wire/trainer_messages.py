@@ -1,0 +1,311 @@
+"""What agent and trainer of one peer say to each other over ipc:// (DESIGN.md section 2).
+
+The trainer is a DEALER, the agent a ROUTER. The trainer's main thread waits only where the protocol says so: for a
+lease, at a round's barrier, for the agent's word on a result. Everything else arrives at its input/output thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from p2p_dmc.wire.codec import message
+
+
+class Local(IntEnum):
+    """What a new view means for the trainer's local parameters and the samples it has consumed or leased."""
+
+    KEEP = 0  # the anchor stands; local parameters, samples since the last round and leases stay as they are
+    COUNTED = 1  # local := anchor, samples of the failed round are counted by others; unconsumed leases stay
+    RESET = 2  # local := anchor, samples and leases are dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of the flat buffer, in order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", ...
+
+
+# -- trainer to agent ---------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerHello:
+    """First word of a trainer."""
+
+    run: str
+    pid: int
+    script_digest: bytes
+    torch_version: str
+    device: str
+    nccl: bool  # NCCL could be used here
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRequest:
+    """The script wants this data set; answered by DatasetReady once its manifest and a first shard are here."""
+
+    name: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReady:
+    """Model, optimizer and loader exist. Run-wide settings, part of the fingerprint except ``batch_size``."""
+
+    dataset: bytes  # digest
+    seed: int
+    epochs: int
+    batch_size: int
+    parameters: tuple[ParameterSpec, ...]
+    tau_policy: bytes  # core.adacomm.TauPolicy.to_bytes()
+    outer: str  # "average"
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialWritten:
+    """The initial parameters stand in the slot that WriteInitial named; ``digest`` is xxh3_128 of the slot."""
+
+    digest: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """Hand out about ``samples`` more samples of my assignment; answered by Lease, LeaseEnd, or after the next view."""
+
+    samples: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRequest:
+    """This shard is wanted on local disk (evaluation); answered by ShardReady."""
+
+    dataset: bytes
+    shard: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReady:
+    """Local steps done. ``samples`` since the last complete round, ``loss_sum_micro`` = sum over samples, 1e-6."""
+
+    view_epoch: int
+    round: int
+    samples: int
+    steps: int
+    loss_sum_micro: int
+    compute_us: int
+    finite: bool
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """The reduction is done and the candidate anchor stands in the slot that Reduce named; digest xxh3_128 of it."""
+
+    view_epoch: int
+    round: int
+    digest: bytes
+    comm_us: int
+    bytes_sent: int
+    bytes_received: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFailed:
+    """The group could not be made or the reduction failed. Scratch memory is lost, nothing else."""
+
+    view_epoch: int
+    round: int
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSet:
+    """Rendezvous: publish a value under this view's id to the view's members."""
+
+    view_id: bytes
+    key: str
+    value: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreGet:
+    """Rendezvous: a value has not come yet, ask its owner again. Answered by StoreValue when it is there."""
+
+    view_id: bytes
+    key: str
+
+
+# -- agent to trainer ---------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerWelcome:
+    """The agent knows this trainer."""
+
+    peer_id: str
+    name: str
+    home: str
+    store_root: str
+    collective_host: str  # address of this machine that gloo listens on
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetReady:
+    """Where the manifest lies."""
+
+    name: str
+    digest: bytes
+    manifest_path: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteInitial:
+    """Write the initial parameters (flat float32, little endian) into this file and say InitialWritten."""
+
+    slot_path: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewStarted:
+    """A view stands and this peer holds its start state. Make its group; rounds count from ``next_round``."""
+
+    view_epoch: int
+    view_id: bytes
+    rank: int
+    world: int
+    next_round: int
+    slot_path: str  # the anchor
+    digest: bytes  # xxh3_128 of the slot
+    tau: int
+    epoch: int
+    local: Local
+    backend: str  # "gloo" or "nccl"
+    group_timeout_ms: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreValue:
+    """Rendezvous: a value that a member of this view published, pushed when known and in answer to StoreGet."""
+
+    view_id: bytes
+    key: str
+    value: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelGroup:
+    """Drop this view's group now; whatever is in it fails. The next view follows."""
+
+    view_epoch: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """These stretches (shard, lo, hi in epoch order) are this trainer's to consume, in this order."""
+
+    epoch: int
+    stretches: tuple[tuple[int, int, int], ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEnd:
+    """Nothing to hand out. Enter a round with what there is (zero samples are fine), then ask again.
+
+    ``epoch`` is the ledger's current epoch: greater than the loader's means that the loader's epoch is over.
+    """
+
+    epoch: int
+    finished: bool  # the run's epochs are all done
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReady:
+    dataset: bytes
+    shard: int
+    path: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, put the new anchor into the slot."""
+
+    view_epoch: int
+    round: int
+    weight: int
+    divisor: int
+    slot_path: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundComplete:
+    """The round is recorded: the slot that Reduce named is the anchor. ``tau``, ``epoch``: for the next round."""
+
+    view_epoch: int
+    round: int
+    tau: int
+    epoch: int
+    reset: bool  # this peer's delta was not finite: leases are dropped, samples are consumed again
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRefused:
+    """The result is discarded; the next view says what holds."""
+
+    view_epoch: int
+    round: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """The run's epochs are done and committed; the final anchor stands in the slot."""
+
+    slot_path: str
+    digest: bytes
+    final_path: str  # runs/<run>/final/model.safetensors
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStop:
+    """Leave the script quietly: the run was stopped, or the peer leaves."""
+
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRefused:
+    """A user error that ends the script: one line, value and remedy."""
+
+    reason: str
+
+
+ENV_AGENT = "DMC_AGENT"  # ipc endpoint of the agent
+ENV_RUN = "DMC_RUN"
+ENV_LIFELINE = "DMC_LIFELINE"  # file descriptor that reads end-of-file when the agent is gone
