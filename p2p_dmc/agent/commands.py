@@ -79,7 +79,7 @@ def _shard(home: Home, path: Path, options: dict[str, Any], limit: Any, capacity
     name = options["name"] or path.resolve().name
     found = scan(path, stem=options["stem"], include=options["include"], depth=options["depth"])
     console.say(console.scan_line(path, found))
-    plan = plan_shards(found, mode=options["mode"], max_shard_size=limit, order=options["order"])
+    plan = plan_shards(found, mode=options["mode"], max_shard_size=limit, order=options["order"], seed=0)
     store = Store(home.store_root, capacity)
     with console.progress(f"writing {len(plan)} shards") as progress:
         manifest = write_shards(
@@ -88,6 +88,7 @@ def _shard(home: Home, path: Path, options: dict[str, Any], limit: Any, capacity
             name=name,
             mode=options["mode"],
             replicas=options["replicas"],
+            seed=0,
             progress=progress,
         )
     return manifest
