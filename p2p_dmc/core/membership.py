@@ -142,8 +142,8 @@ class Membership:
         self._notice_sleep(now_ms)
         if not self._left:
             self._prober.tick(now_ms)
-            if self._table.expire_suspicions(now_ms):
-                self._voice.gossip_at_ms = now_ms
+            for peer_id in self._table.expire_suspicions(now_ms):
+                self._voice.tell_all(self._table[peer_id])
             if now_ms >= self._push_pull_at_ms:
                 wait_ms = self._settings.push_pull_interval_ms * push_pull_scale(self._table.size)
                 self._push_pull_at_ms = now_ms + wait_ms + self._jitter_ms()

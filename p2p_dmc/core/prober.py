@@ -1,8 +1,8 @@
 """Who is silent: direct and indirect probes (SWIM, sections 3.1 and 4.3; Lifeguard, section IV).
 
 Two additions. Every second probe goes to the next well member in the ring of peer ids, so that somebody
-probes everybody within two intervals, where shuffled round-robin alone has a long tail. And suspects heard
-of, like helpers that said not even a nack, are probed out of turn, so that confirmations do not wait for theirs.
+probes everybody within two intervals, where shuffled round-robin alone has a long tail. And suspects
+heard of, like helpers that said not even a nack, are probed out of turn, so that confirmations need not wait.
 """
 
 from __future__ import annotations
@@ -196,7 +196,10 @@ class Prober:
         self.awareness.add(1 if probe.alone else len(probe.silent))
         if (record.boot, record.incarnation) == (probe.boot, probe.incarnation):
             self._table.suspect(probe.peer_id, now_ms)
-            self._voice.gossip_at_ms = now_ms
+            if self._table.size <= _CONFIRMERS:
+                self._voice.tell_all(self._table[probe.peer_id])
+            else:
+                self._voice.gossip_at_ms = now_ms
         for helper in probe.silent:
             if self._table.is_here(helper):
                 self.out_of_turn(helper, now_ms)

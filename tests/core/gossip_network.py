@@ -16,6 +16,8 @@ from p2p_dmc.core.membership import (
     MemberState,
     Output,
     Role,
+    Send,
+    Sender,
 )
 
 
@@ -41,6 +43,10 @@ def record_of(number: int, **facts: object) -> MemberRecord:
         "meta": b"",
     }
     return MemberRecord(**{**values, **facts})  # type: ignore[arg-type]
+
+
+def sender_of(number: int, boot: int = 1, incarnation: int = 0) -> Sender:
+    return Sender(peer_id=peer_id_of(number), boot=boot, incarnation=incarnation, address=address_of(number))
 
 
 @dataclass
@@ -84,6 +90,8 @@ class Network:
         self.by_address: dict[str, Node] = {}
         self.refuses: set[str] = set()
         self.cut: set[tuple[str, str]] = set()
+        self.on_send: Callable[[Send], None] | None = None
+        self.ticks = 0
         self.sends = 0
         self.lost = 0
         self.sent_bytes = 0
@@ -142,6 +150,8 @@ class Network:
         node.events += [(self.now_ms, event) for event in output.events]
         for send in output.sends:
             self.sends += 1
+            if self.on_send is not None:
+                self.on_send(send)
             self.sent_bytes += wire_size(send.message)
             self._carry(node, send.address, send.message)
         self._schedule_tick(node)
@@ -191,6 +201,7 @@ class Network:
             return
         if node.core.next_deadline_ms(self.now_ms) <= self.now_ms:
             node.tick_ms = 0
+            self.ticks += 1
             self.act(node, node.core.tick(self.now_ms))
         else:
             node.tick_ms = 0
