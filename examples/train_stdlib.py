@@ -30,11 +30,12 @@ class ByteTransformer(nn.Module):
         )
         self.body = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, PAD + 1)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(window), persistent=False)
+        mask = nn.Transformer.generate_square_subsequent_mask(window)
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(x) + self.place  # batch, window, width
-        return self.head(self.body(hidden, mask=self.mask, is_causal=True))  # batch, window, 257
+        return self.head(self.body(hidden, mask=self.mask, is_causal=True))
 
 
 def window_of(sample: dict, size: int) -> tuple[torch.Tensor, torch.Tensor]:

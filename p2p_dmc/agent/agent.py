@@ -130,7 +130,7 @@ class Agent:
             role=options.role,
             meta=encode_meta(self._meta()),
         )
-        seeds = tuple(s for s in dict.fromkeys((*options.seeds, *self.home.known_peers())) if s != self.address)
+        seeds = tuple(s for s in dict.fromkeys(options.seeds or self.home.known_peers()) if s != self.address)
         self.membership = Membership(
             record, seeds, MembershipSettings.lan(), random.Random(f"{self.peer_id}{self.identity.boot}"), now_ms()
         )

@@ -45,8 +45,9 @@ class Barrier:
     def __init__(self, view: View, me: MemberId) -> None:
         self.view = view
         self.me = view.members.index(me)
-        self.round = 1
-        self._said: dict[int, dict[int, RoundHeader]] = {1: {}, 2: {}}
+        self.round = view.start.lineage[1] + 1
+        """Rounds count through a whole history; the view epoch tells two of one number apart."""
+        self._said: dict[int, dict[int, RoundHeader]] = {self.round: {}, self.round + 1: {}}
         self.last_own: RoundHeader | None = None
         """My header of the round before: repeated to a member that missed it."""
 

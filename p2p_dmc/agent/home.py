@@ -53,7 +53,7 @@ class Home:
     """One agent per home directory, guarded by a lock that dies with its holder."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.expanduser().absolute()
         self._lock: IO[str] | None = None
         self.sockets_folder: Path | None = None
 

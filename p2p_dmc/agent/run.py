@@ -402,7 +402,7 @@ class Run:
                 view_id=view.view_id,
                 rank=index,
                 world=len(view.members),
-                next_round=1,
+                next_round=view.start.lineage[1] + 1,
                 slot_path=str(held.slot),
                 digest=held.anchor_digest,
                 tau=held.tau.tau,

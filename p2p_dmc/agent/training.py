@@ -336,7 +336,7 @@ class Training:
         self.host.log_round(
             view_epoch=self.held.ref.lineage[0],
             round=self.held.ref.lineage[1],
-            committed_round=self.committed_round[1] if self.committed_round[0] == self.view.view_epoch else 0,
+            committed_round=self.committed_round[1],
             members=len(self.view.members),
             tau=tau_used,
             loss=None if loss is None else round(loss, 6),

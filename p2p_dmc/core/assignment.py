@@ -78,7 +78,7 @@ def assign(
         raise ValueError(f"{members} members, but {len(holdings)}, {len(speeds)} and {len(claims)} entries")
     if members == 0:
         raise ValueError("nobody to assign anything to")
-    granted, claimed = _granted(ledger, claims)
+    mine, claimed = granted(ledger, claims)
     work = _work(ledger, claimed, unavailable)
     free = shares(sum(map(len, work)), speeds)
     own, homeless = _to_holders(work, holdings, free)
@@ -87,7 +87,7 @@ def assign(
     return Assignment(
         epoch=ledger.epoch,
         stretches=tuple(
-            (*granted[m], *_in_order(own[m], rank), *_in_order(fetched[m], rank)) for m in range(members)
+            (*mine[m], *_in_order(own[m], rank), *_in_order(fetched[m], rank)) for m in range(members)
         ),
     )
 
@@ -110,23 +110,23 @@ def shares(samples: int, speeds: Sequence[int]) -> list[int]:
     return parts
 
 
-def _granted(
+def granted(
     ledger: Ledger, claims: Sequence[Sequence[Stretch]]
 ) -> tuple[list[list[Stretch]], dict[int, Intervals]]:
     """What stands of the claims: per member the stretches, and per shard all claimed positions."""
     claimed: dict[int, Intervals] = {}
-    granted: list[list[Stretch]] = []
+    kept: list[list[Stretch]] = []
     for claim in claims:
-        granted.append([])
+        kept.append([])
         for stretch in claim:
             shard = stretch.shard
             if shard >= len(ledger.counts):
                 continue
             taken = claimed.get(shard, ())
             rest = subtract(common(((stretch.lo, stretch.hi),), ledger.open_positions(shard)), taken)
-            granted[-1] += [Stretch(shard=shard, lo=lo, hi=hi) for lo, hi in rest]
+            kept[-1] += [Stretch(shard=shard, lo=lo, hi=hi) for lo, hi in rest]
             claimed[shard] = union(taken, rest)
-    return granted, claimed
+    return kept, claimed
 
 
 def _work(ledger: Ledger, claimed: dict[int, Intervals], unavailable: Container[int]) -> list[Stretch]:

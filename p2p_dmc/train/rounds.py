@@ -50,7 +50,7 @@ class Rounds:
         self._flat: state.FlatParameters | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._anchor = torch.empty(0)
-        self._candidate = torch.empty(0)  # the slot that the last Reduce named
+        self._candidate: torch.Tensor | None = None  # the slot that the last Reduce named, not yet recorded
         self._scratch = torch.empty(0)
         self._scratch_weight: int | None = (
             None  # the delta's weight in scratch; None: something else is there
@@ -216,6 +216,7 @@ class Rounds:
         if self.finished:
             return
         assert self.view is not None
+        self._candidate = None
         self._scale(self.samples)
         finite = bool(torch.isfinite(self._scratch).all())
         self._stop_computing()
@@ -258,14 +259,15 @@ class Rounds:
             self.send(tm.RoundFailed(view_epoch=order.view_epoch, round=order.round, reason=str(error)))
             return
         comm_us = int((time.perf_counter() - started) * 1e6)
-        self._candidate = state.open_slot(order.slot_path, self._flat.size)
-        state.average(self._anchor, self._scratch, order.divisor, out=self._candidate)
+        candidate = state.open_slot(order.slot_path, self._flat.size)
+        state.average(self._anchor, self._scratch, order.divisor, out=candidate)
+        self._candidate = candidate
         moved = ring_bytes(self._flat.size * state.ITEM_BYTES, self.view.world) if order.divisor else 0
         self.send(
             tm.RoundResult(
                 view_epoch=order.view_epoch,
                 round=order.round,
-                digest=state.digest_of(self._candidate),
+                digest=state.digest_of(candidate),
                 comm_us=comm_us,
                 bytes_sent=moved,
                 bytes_received=moved,
@@ -274,7 +276,8 @@ class Rounds:
 
     def _complete(self, message: tm.RoundComplete) -> None:
         assert self._inner is not None
-        self._anchor = self._candidate
+        if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
+            self._anchor = self._candidate
         self.tau, self.epoch = message.tau, message.epoch
         self._next_round = message.round + 1
         self.leases.end = None

@@ -1,16 +1,12 @@
-"""One member of a view for the collective's tests: ``python -m tests.train.member ENDPOINT RANK WORLD
-PLAN...``.
-
-PLAN is a list of words, done in turn; each prints one JSON line.
-"""
+"""One member of a view for the collective's tests, in a process of its own."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -36,108 +32,106 @@ def view(epoch: int, rank: int, world: int, timeout_ms: int) -> tm.ViewStarted:
     )
 
 
+def main(endpoint: str, rank: int, world: int, plan: str, line: Connection) -> None:
+    """Does the words of ``plan`` in turn: each names a method of Member, with an argument after "="."""
+    torch.set_num_threads(1)
+    member = Member(endpoint, rank, world, line)
+    for word in plan.split():
+        verb, _, argument = word.partition("=")
+        getattr(member, verb)(*([argument] if argument else []))
+    member.say("end")
+    line.close()
+    os._exit(0)
+
+
 class Member:
-    def __init__(self, endpoint: str, rank: int, world: int) -> None:
-        self.rank, self.world, self.epoch = rank, world, 0
+    """Facts go to ``line``, one dict for each thing that happened."""
+
+    def __init__(self, endpoint: str, rank: int, world: int, line: Connection) -> None:
+        self.rank, self.world, self.line = rank, world, line
+        self.epoch = 0
+        self.group_timeout_ms = 4000
         self.groups = GroupKeeper(lambda message: self.link.send(message))
         self.groups.host = "127.0.0.1"
         self.link = AgentLink(endpoint, None, self._early)
-        self.timeout_ms = 4000
 
     def _early(self, message: object) -> bool:
         if isinstance(message, tm.StoreValue):
             self.groups.put(message)
         return True
 
+    def say(self, event: str, **facts: Any) -> None:
+        self.line.send({"event": event, **facts})
+
+    def timeout_ms(self, value: str) -> None:
+        self.group_timeout_ms = int(value)
+
     def start(self) -> None:
         self.epoch += 1
-        self.groups.start(view(self.epoch, self.rank, self.world, self.timeout_ms))
+        self.groups.start(view(self.epoch, self.rank, self.world, self.group_timeout_ms))
 
-    def reduce(self, count: int) -> float:
+    def reduce(self, count: str) -> None:
+        self.say("reduced", value=self._reduce(int(count)))
+
+    def _reduce(self, count: int) -> float:
         tensor = torch.full((count,), float(self.rank + 1))
         self.groups.get(self.epoch).all_reduce(tensor)
         return float(tensor[-1])
 
-    def reduce_until_failure(self, count: int) -> tuple[int, str, float]:
-        """Reductions that ended well, the error of the one that did not, seconds it took."""
+    def until_failure(self, count: str) -> None:
+        """Reduces for ever: how many ended well, and of the one that did not the error and the seconds it
+        took.
+        """
         done = 0
         while True:
             started = time.monotonic()
             try:
-                self.reduce(count)
+                self._reduce(int(count))
             except CollectiveError as error:
-                return done, str(error), time.monotonic() - started
+                self.say("failed", done=done, error=str(error), seconds=time.monotonic() - started)
+                return
             done += 1
             if done == 1:
-                say(event="flowing")
+                self.say("flowing")
 
+    def cancel_after(self, seconds: str) -> None:
+        threading.Timer(float(seconds), self.groups.cancel, [self.epoch]).start()
 
-def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
+    def drop(self) -> None:
+        started = time.monotonic()
+        self.groups.drop(self.epoch)
+        self.say("dropped", seconds=time.monotonic() - started)
 
+    def cycles(self, count: str) -> None:
+        for _ in range(int(count)):
+            self.start()
+            self._reduce(1000)
+            self.groups.drop(self.epoch)
 
-def resources() -> dict[str, int]:
-    """Threads and descriptors of this process once the reapers are done."""
-    for thread in threading.enumerate():
-        if thread.name.startswith((REAPER_PREFIX, "dmc-group-")):
-            thread.join(10)
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    return {
-        "threads": int(fields["Threads"]),
-        "fds": len(os.listdir("/proc/self/fd")),
-        "rss_kb": int(fields["VmRSS"].split()[0]),
-    }
+    def failing_cycles(self, count: str) -> None:
+        """One member after the other cancels; the rest notice."""
+        for cycle in range(int(count)):
+            self.start()
+            self._reduce(10)
+            if cycle % self.world == self.rank:
+                self.groups.cancel(self.epoch)
+            try:
+                self._reduce(1000)
+                self._reduce(1000)
+            except CollectiveError:
+                self.groups.drop(self.epoch)
+            else:
+                self.say("unnoticed")
 
+    def resources(self) -> None:
+        """Threads and descriptors of this process once the reapers are done."""
+        for thread in threading.enumerate():
+            if thread.name.startswith((REAPER_PREFIX, "dmc-group-")):
+                thread.join(10)
+        with open("/proc/self/status") as status:
+            fields = dict(line.split(":", 1) for line in status)
+        descriptors, rss_kb = len(os.listdir("/proc/self/fd")), int(fields["VmRSS"].split()[0])
+        self.say("resources", threads=int(fields["Threads"]), fds=descriptors, rss_kb=rss_kb)
 
-def main(endpoint: str, rank: str, world: str, *plan: str) -> None:
-    member = Member(endpoint, int(rank), int(world))
-    for word in plan:
-        verb, _, argument = word.partition("=")
-        if verb == "start":
-            member.start()
-        elif verb == "timeout_ms":
-            member.timeout_ms = int(argument)
-        elif verb == "reduce":
-            say(event="reduced", value=member.reduce(int(argument)))
-        elif verb == "until-failure":
-            done, error, seconds = member.reduce_until_failure(int(argument))
-            say(event="failed", done=done, error=error, seconds=seconds)
-        elif verb == "cancel-after":
-            threading.Timer(float(argument), member.groups.cancel, [member.epoch]).start()
-        elif verb == "drop":
-            started = time.monotonic()
-            member.groups.drop(member.epoch)
-            say(event="dropped", seconds=time.monotonic() - started)
-        elif verb == "resources":
-            say(event="resources", **resources())
-        elif verb == "cycles":
-            for _ in range(int(argument)):
-                member.start()
-                member.reduce(1000)
-                member.groups.drop(member.epoch)
-            say(event="cycled")
-        elif verb == "failing-cycles":
-            for cycle in range(int(argument)):
-                member.start()
-                member.reduce(10)
-                if cycle % member.world == member.rank:
-                    member.groups.cancel(member.epoch)
-                try:
-                    member.reduce(1000)
-                    member.reduce(1000)
-                    say(event="unexpected")
-                except CollectiveError:
-                    pass
-                member.groups.drop(member.epoch)
-            say(event="cycled")
-        elif verb == "wait-input":
-            sys.stdin.readline()
-        else:
-            raise SystemExit(f"unknown word {word}")
-    say(event="end")
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    def wait(self) -> None:
+        self.line.recv()

@@ -32,14 +32,15 @@ class ScriptedAgent:
     The data set "numbers" has ten samples in some shards: ``<i>.txt`` holds the number i.
     """
 
-    def __init__(self, folder: Path, samples: int = 10) -> None:
+    def __init__(self, folder: Path, source: Path | None = None, shard_bytes: int = 5000) -> None:
         self.folder = folder
-        source = folder / "source"
-        source.mkdir()
-        for index in range(samples):
-            (source / f"s{index}.txt").write_text(str(index))
+        if source is None:
+            source = folder / "source"
+            source.mkdir()
+            for index in range(10):
+                (source / f"s{index}.txt").write_text(str(index))
         self.store = Store(folder / "store")
-        shards = plan_shards(scan(source), max_shard_size=5000)
+        shards = plan_shards(scan(source), max_shard_size=shard_bytes)
         self.manifest = write_shards(shards, self.store, name="numbers", mode="file", replicas=1, seed=0)
         self.environment = {tm.ENV_AGENT: f"ipc://{folder}/agent", tm.ENV_RUN: "test"}
         self.view_epoch = 0
@@ -213,6 +214,28 @@ class ScriptedAgent:
         path = self.slot(anchor)
         digest = xxhash.xxh3_128(Path(path).read_bytes()).digest()
         self.send(tm.RunFinished(slot_path=path, digest=digest, final_path="final/model.safetensors"))
+
+    def lead(self, epochs: int, tau: int = 2) -> list[tm.RoundReady]:
+        """A whole run alone: every sample of every epoch once. What the trainer said of each round."""
+        anchor, said = self.begin(tau=tau), []
+        for epoch in range(epochs):
+            stretches = [(shard, 0, count) for shard, count in enumerate(self.manifest.sample_counts)]
+            left = len(self.manifest)
+            while left:
+                message = self.receive()
+                if isinstance(message, tm.LeaseRequest) and stretches:
+                    self.send(tm.Lease(epoch=epoch, stretches=(stretches.pop(0),)))
+                elif isinstance(message, tm.LeaseRequest):
+                    self.send(tm.LeaseEnd(epoch=epoch, finished=False))
+                else:
+                    assert isinstance(message, tm.RoundReady), message
+                    said.append(message)
+                    left -= message.samples
+                    anchor, _ = self.reduce(message.samples, message.samples)
+                    self.complete(tau=tau, epoch=epoch + (left == 0))
+        self.end(epoch=epochs, finished=True)
+        self.finish(anchor)
+        return said
 
     def read(self, path: str) -> np.ndarray[Any, Any]:
         return np.fromfile(path, dtype="<f4")

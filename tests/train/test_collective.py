@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,48 +17,54 @@ import torch
 from p2p_dmc.errors import UserError
 from p2p_dmc.train import sockets
 from p2p_dmc.train.collective import CollectiveError, GroupKeeper, ViewGroup, check_backend, ring_bytes
+from tests.train import member
 from tests.train.member import view
 from tests.train.relay import Relay
 
 DEADLINE_S = 60
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["tests.train.member"])  # torch is imported once for all
 
 
 class Process:
-    """A member in a process of its own; reads its lines with a deadline, reaped at the end."""
+    """A member in a process of its own; its facts are read with a deadline."""
 
     def __init__(self, endpoint: str, rank: int, world: int, plan: str) -> None:
-        command = [sys.executable, "-m", "tests.train.member", endpoint, str(rank), str(world), *plan.split()]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2],
+        self._line, theirs = FORKSERVER.Pipe()
+        self._process = FORKSERVER.Process(
+            target=member.main, args=(endpoint, rank, world, plan, theirs), daemon=True
         )
-        self._watchdog = threading.Timer(DEADLINE_S, self.process.kill)  # a hung member ends its output
-        self._watchdog.start()
+        self._process.start()
+        theirs.close()
 
     def until(self, event: str) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            facts: dict[str, Any] = json.loads(line)
+        while self._line.poll(DEADLINE_S):
+            facts: dict[str, Any] = self._line.recv()
+            assert facts["event"] != "unnoticed"
             if facts["event"] == event:
                 return facts
-        raise AssertionError(f"the member ended ({self.process.wait(DEADLINE_S)}) without {event!r}")
+        raise AssertionError(f"no {event!r} within {DEADLINE_S} s")
 
     def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self._line.send("go on")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def exit_code(self) -> int | None:
+        self._process.join(DEADLINE_S)
+        return self._process.exitcode
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
 
     def reap(self) -> None:
-        self._watchdog.cancel()
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._line.close()
 
 
 class Cluster:
@@ -83,8 +86,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     try:
         yield cluster
     finally:
-        for member in cluster.members:
-            member.reap()
+        for one in cluster.members:
+            one.reap()
         relay.close()
 
 
@@ -92,58 +95,56 @@ def test_three_members_sum_and_a_thousandth_part_of_their_views_leaves_nothing_b
     cluster: Cluster,
 ) -> None:
     members = cluster.start(*["start reduce=100 cycles=20 resources cycles=100 resources"] * 3)
-    for member in members:
-        assert member.until("reduced")["value"] == 1 + 2 + 3
-        before, after = member.until("resources"), member.until("resources")
+    for one in members:
+        assert one.until("reduced")["value"] == 1 + 2 + 3
+        before, after = one.until("resources"), one.until("resources")
         assert after["fds"] == before["fds"]
         assert after["threads"] <= before["threads"] + 1  # the last reaper's C++ thread may still be ending
         assert after["rss_kb"] < before["rss_kb"] + 20_000
 
 
 def test_cancelled_groups_leave_nothing_behind(cluster: Cluster) -> None:
-    members = cluster.start(*["failing-cycles=10 resources failing-cycles=30 resources"] * 3)
-    for member in members:
-        before, after = member.until("resources"), member.until("resources")
+    members = cluster.start(*["failing_cycles=10 resources failing_cycles=30 resources"] * 3)
+    for one in members:
+        before, after = one.until("resources"), one.until("resources")
         assert after["fds"] == before["fds"]
         assert after["threads"] <= before["threads"] + 1
 
 
 def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster) -> None:
-    plan = "start until-failure=2000000 drop"
+    plan = "start until_failure=2000000 drop"
     members = cluster.start(*[plan] * 4)
-    for member in members:
-        member.until("flowing")
-    members[2].process.send_signal(signal.SIGKILL)
-    assert members[2].process.wait(DEADLINE_S) == -signal.SIGKILL  # the fault happened
-    for member in members[:2] + members[3:]:
-        failed = member.until("failed")
+    for one in members:
+        one.until("flowing")
+    members[2].signal(signal.SIGKILL)
+    assert members[2].exit_code() == -signal.SIGKILL  # the fault happened
+    for one in members[:2] + members[3:]:
+        failed = one.until("failed")
         assert failed["done"] >= 1
         assert failed["seconds"] < 3.5  # the group's time-out of 4 s was not sat out
-        assert member.until("dropped")["seconds"] < 0.2
-        member.until("end")
+        assert one.until("dropped")["seconds"] < 0.2
+        one.until("end")
 
 
 def test_a_stopped_member_is_cancelled_in_milliseconds(cluster: Cluster) -> None:
-    survivor = (
-        "timeout_ms=20000 start reduce=10 wait-input cancel-after=0.5 until-failure=1000 drop resources"
-    )
-    members = cluster.start(survivor, survivor, "timeout_ms=20000 start reduce=10 wait-input")
-    for member in members:
-        member.until("reduced")
-    members[2].process.send_signal(signal.SIGSTOP)
-    for member in members[:2]:
-        member.go_on()
-    for member in members[:2]:
-        failed = member.until("failed")
+    survivor = "timeout_ms=20000 start reduce=10 wait cancel_after=0.5 until_failure=1000 drop resources"
+    members = cluster.start(survivor, survivor, "timeout_ms=20000 start reduce=10 wait")
+    for one in members:
+        one.until("reduced")
+    members[2].signal(signal.SIGSTOP)
+    for one in members[:2]:
+        one.go_on()
+    for one in members[:2]:
+        failed = one.until("failed")
         assert failed["done"] == 0  # nothing was reduced with a stopped member: the fault was noticed
         assert failed["seconds"] < 5  # of 20
-        assert member.until("dropped")["seconds"] < 0.2
-        member.until("resources")  # the reaper has ended, too: well before the time-out
-    assert members[2].process.poll() is None
+        assert one.until("dropped")["seconds"] < 0.2
+        one.until("resources")  # the reaper has ended, too: well before the time-out
+    assert members[2].alive
 
 
 def test_a_member_that_never_comes_holds_nobody(cluster: Cluster) -> None:
-    members = cluster.start("start cancel-after=0.3 until-failure=10 drop resources", "wait-input")
+    members = cluster.start("start cancel_after=0.3 until_failure=10 drop resources", "wait")
     failed = members[0].until("failed")
     assert "cancelled" in failed["error"]
     assert failed["seconds"] < 5

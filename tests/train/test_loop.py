@@ -96,32 +96,11 @@ def all_stretches(agent: ScriptedAgent) -> list[tuple[int, int, int]]:
 
 
 def test_a_run_of_two_epochs_alone(agent: ScriptedAgent) -> None:
-    consumed: list[int] = []
-
-    def script(agent: ScriptedAgent) -> None:
-        anchor = agent.begin()
-        assert [spec.name for spec in agent.parameters] == ["w"]
-        for epoch in range(2):
-            stretches, left = all_stretches(agent), 10
-            while left:
-                message = agent.receive()
-                if isinstance(message, tm.LeaseRequest) and stretches:
-                    assert message.samples <= 3 * 2
-                    agent.send(tm.Lease(epoch=epoch, stretches=(stretches.pop(0),)))
-                elif isinstance(message, tm.LeaseRequest):
-                    agent.send(tm.LeaseEnd(epoch=epoch, finished=False))
-                else:
-                    assert isinstance(message, tm.RoundReady) and message.finite
-                    consumed.append(message.samples)
-                    left -= message.samples
-                    anchor, _ = agent.reduce(message.samples, message.samples)
-                    agent.complete(epoch=epoch + (left == 0))
-        agent.end(epoch=2, finished=True)
-        agent.finish(anchor)
-
+    said: list[tm.RoundReady] = []
     one = Script(agent, batch_size=3, epochs=2)
-    with agent.play(script):
+    with agent.play(lambda agent: said.extend(agent.lead(epochs=2))):
         peer = one.run()
+    assert [spec.name for spec in agent.parameters] == ["w"]
     assert len(agent.manifest.shards) > 1  # batches did span stretches
     for epoch in range(2):
         count = len(one.batches) // 2
@@ -129,7 +108,8 @@ def test_a_run_of_two_epochs_alone(agent: ScriptedAgent) -> None:
         assert numbers == expected_values(agent, *all_stretches(agent), epoch=epoch)
         assert Counter(numbers) == Counter(map(float, range(10)))  # each sample once, none padded
     assert [len(batch) for batch in one.batches] == [3, 3, 3, 1] * 2
-    assert sum(consumed) == 20
+    assert [ready.samples for ready in said] == [6, 4] * 2
+    assert all(ready.finite for ready in said)
     assert peer.is_first
     oracle = 1.0 - LR * sum(float(np.mean(batch)) for batch in one.batches)
     assert one.w == pytest.approx(oracle, rel=1e-5)
@@ -306,6 +286,24 @@ def test_a_delta_that_is_not_finite_weighs_nothing(agent: ScriptedAgent) -> None
     )
     with agent.play(script), pytest.raises(RunStopped):
         one.run()
+
+
+def test_a_round_in_which_nobody_had_weight(agent: ScriptedAgent) -> None:
+    """It is complete without a reduction: the anchor stays."""
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(anchor=[1.0])
+        for _ in range(2):
+            agent.lease(*first(agent, 4))
+            assert not agent.expect(tm.RoundReady).finite
+            agent.complete(reset=True)
+        agent.expect(tm.LeaseRequest)
+        agent.send(tm.TrainerStop(reason=""))
+
+    one = Script(agent, loss=lambda x: one.model.w.sum() * float("inf"))
+    with agent.play(script), pytest.raises(RunStopped):
+        one.run()
+    assert one.w == 1.0
 
 
 def test_a_group_that_is_cancelled_is_a_failed_round(agent: ScriptedAgent) -> None:
