@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits", help="the data set's name")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--tau", type=int, default=4, help="local steps per round")
     args = parser.parse_args()
     if args.write:
@@ -62,7 +62,8 @@ def main() -> None:
     with dmc.connect() as peer:
         data = peer.dataset(args.data)
         model = network().to(peer.device)
-        optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), peer, tau=args.tau)
+        sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+        optimizer = dmc.Optimizer(sgd, peer, tau=args.tau)
         for x, y in peer.loader(data, args.batch_size, args.epochs, decode=decode):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)

@@ -39,7 +39,7 @@ class ByteTransformer(nn.Module):
 
 
 def window_of(sample: dict, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets: ``size`` bytes of the file at a place that its name decides, padded if it is short."""
+    """Inputs and targets: ``size`` bytes of the file at a place that its name decides, padded if short."""
     text = sample["py"]
     start = zlib.crc32(sample["__key__"].encode(errors="surrogateescape")) % max(1, len(text) - size)
     target = torch.full((size,), PAD)
