@@ -52,13 +52,17 @@ class Barrier:
         """My header of the round before: repeated to a member that missed it."""
 
     def add(self, peer_id: str, header: RoundHeader) -> RoundHeader | None:
-        """Take a header; returns my own of the round before when the sender seems to have missed that."""
+        """Take a header; returns my own when the sender, repeating itself, seems to have missed it."""
         if header.view_epoch != self.view.view_epoch or header.view_id != self.view.view_id:
             return None
         if peer_id not in self.view.peers:
             return None
         if header.round in self._said:
-            self._said[header.round][self.view.peers.index(peer_id)] = header
+            index = self.view.peers.index(peer_id)
+            again = index in self._said[header.round]
+            self._said[header.round][index] = header
+            if again and header.round == self.round and not self.missing():
+                return self.own  # whoever misses nobody's header repeats nothing, so this cannot go back and forth
         elif self.last_own is not None and header.round == self.last_own.round:
             return self.last_own
         return None

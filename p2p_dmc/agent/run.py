@@ -36,6 +36,7 @@ from p2p_dmc.wire.messages import RunMeta
 log = logging.getLogger("p2p_dmc.run")
 
 NO_PROMISES = Promises()
+MAX_EARLY_HEADERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class Run:
         """Lineage of the anchor that the trainer's local parameters come from."""
         self._in_flight: tuple[int, int] | None = None
         self._early_lease: int | None = None
+        self._early_headers: dict[str, messages.RoundHeader] = {}
         self._send_trainer: Callable[[object], None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -274,7 +276,18 @@ class Run:
         if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
             return
         self.event("round_failed", view_epoch=message.view_epoch, round=message.round, reason=message.reason)
-        self.act(self.agreement.wants_change(f"collective failed: {message.reason}", now_ms(), at_once=True))
+        failed = messages.GroupFailed(
+            view_epoch=self.view.view_epoch, view_id=self.view.view_id, reason=message.reason[:200]
+        )
+        for member in self.view.members:
+            if member != self.me:
+                self.to_member(member.peer_id, failed)
+        self._group_failed(message.reason)
+
+    def _group_failed(self, reason: str) -> None:
+        """A member has dropped this view's group: everybody knows, so nobody waits for the pre-vote's majority."""
+        if self.agreement is not None:
+            self.act(self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True))
 
     def _claims(self) -> tuple[tuple[int, int, int], ...]:
         if self.training is None:
@@ -396,6 +409,7 @@ class Run:
         )
         self._stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
         self._report_opening(view, ledger, work, old_work, old_view)
+        self.services.meta_changed()
         self.to_trainer(
             local.ViewStarted(
                 view_epoch=view.view_epoch,
@@ -414,6 +428,9 @@ class Run:
         )
         self.values.flush(self.to_trainer)
         self.training.start()
+        early, self._early_headers = self._early_headers, {}
+        for sender, header in sorted(early.items()):
+            self.training.header(sender, header)
         if self._early_lease is not None:
             samples, self._early_lease = self._early_lease, None
             self.training.lease(samples)
@@ -510,9 +527,10 @@ class Run:
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
         if isinstance(message, messages.RoundHeader):
-            check_header(message)
-            if self.training is not None:
-                self.training.header(sender, message)
+            self._header(sender, message)
+        elif isinstance(message, messages.GroupFailed):
+            if self.view is not None and message.view_id == self.view.view_id and sender in self.view.peers:
+                self._group_failed(f"{sender[:8]}: {message.reason}")
         elif isinstance(message, messages.AGREEMENT_MESSAGES):
             if self.agreement is not None:
                 self.act(self.agreement.receive(message, now_ms()))
@@ -531,6 +549,14 @@ class Run:
             self.end.ask_stop(message.reason[:200], tell=False)
         elif isinstance(message, messages.RunClosed):
             self.end.closed_elsewhere(sender, message)
+
+    def _header(self, sender: str, header: messages.RoundHeader) -> None:
+        """A member may have opened the view before this peer: its header waits here."""
+        check_header(header)
+        if self.training is not None and header.view_epoch <= self.training.view.view_epoch:
+            self.training.header(sender, header)
+        elif len(self._early_headers) < MAX_EARLY_HEADERS:
+            self._early_headers[sender] = header
 
     def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
         if self.end.outcome in ("finished", "stopped"):

@@ -183,9 +183,9 @@ class Training:
     def header(self, peer_id: str, header: RoundHeader) -> None:
         """A member's header arrived."""
         repeat = self.barrier.add(peer_id, header)
-        if repeat is not None:
+        if repeat is not None and not self.frozen:
             self.host.to_member(peer_id, repeat)
-        elif not self.frozen:
+        if not self.frozen:
             self.check_barrier()
 
     def repeat(self) -> None:

@@ -108,6 +108,16 @@ class RoundHeader:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFailed:
+    """The sender's collective failed and its group is dropped: no round of this view can complete any more."""
+
+    view_epoch: int
+    view_id: bytes
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupValue:
     """Rendezvous of one view's group: a value published by a member."""
 

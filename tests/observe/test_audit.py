@@ -1,4 +1,4 @@
-"""The audit on journals written by hand: it passes a clean run with a crash in it, and finds doctored ones."""
+"""The audit on journals written by hand: a clean run with a crash passes, doctored ones do not."""
 
 from __future__ import annotations
 
