@@ -252,6 +252,43 @@ def test_the_dead_are_tried_now_and_then_even_without_seeds() -> None:
     assert tried.count(address_of(1)) == 3
 
 
+def test_who_was_heard_is_the_present_boot_itself() -> None:
+    core = lone()
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1), record_of(9))), 10)
+    assert core.last_heard_ms(peer_id_of(1)) is None
+    core.receive(Gossip(sender=sender_of(1)), 20)
+    assert core.last_heard_ms(peer_id_of(1)) == 20 and core.last_heard_ms(peer_id_of(9)) == 10
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1, boot=2),)), 30)
+    assert core.last_heard_ms(peer_id_of(1)) is None
+
+
+def test_a_probe_that_fails_does_not_accuse_who_spoke_up_meanwhile() -> None:
+    core = lone()
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1),)), 0)
+    started_ms = next(
+        now_ms
+        for now_ms in range(0, 2_000, 10)
+        if any(isinstance(send.message, Ping) for send in core.tick(now_ms).sends)
+    )
+    newer = record_of(1, incarnation=1)
+    core.receive(Gossip(sender=sender_of(9), records=(newer,)), started_ms + 300)
+    for now_ms in range(started_ms + 300, started_ms + 600, 10):
+        core.tick(now_ms)
+    assert core.health == 1, "the probe did not fail"
+    assert core.get(peer_id_of(1)) == newer
+
+
+def test_news_with_nobody_to_hear_it_keeps_nobody_awake() -> None:
+    core = lone()
+    core.update(0, meta=b"x")
+    now_ms = ticks = 0
+    while now_ms < 10_000:
+        now_ms = core.next_deadline_ms(now_ms)
+        core.tick(now_ms)
+        ticks += 1
+    assert ticks < 30
+
+
 # Limits.
 
 
