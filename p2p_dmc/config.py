@@ -75,7 +75,15 @@ class AgentSettings:
 def parse_size(text: str) -> int:
     """Bytes of "64MiB", "100GiB", "1.5GB" or a plain number; ValueError with the accepted forms."""
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    units |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    units |= {
+        "kib": 1 << 10,
+        "mib": 1 << 20,
+        "gib": 1 << 30,
+        "tib": 1 << 40,
+        "k": 1 << 10,
+        "m": 1 << 20,
+        "g": 1 << 30,
+    }
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(number) :].strip().lower()
     try:

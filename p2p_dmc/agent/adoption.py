@@ -60,7 +60,9 @@ class Adoption:
     async def _attempt(self, ref: StateRef, addresses: list[str]) -> Held:
         head, ledger, tau = decode_head(await self._whole(addresses[0], ref.digest, HEAD), ref.digest)
         if head.anchor_bytes != self._slots.size_bytes:
-            raise RemoteProtocolError(f"an anchor of {head.anchor_bytes} bytes, {self._slots.size_bytes} here")
+            raise RemoteProtocolError(
+                f"an anchor of {head.anchor_bytes} bytes, {self._slots.size_bytes} here"
+            )
         slot = self._slots.take()
         try:
             with open(slot, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:

@@ -1,4 +1,4 @@
-"""The agent: one asyncio loop around membership, data sets and runs; it supervises the trainers (DESIGN.md section 2)."""
+"""The agent: one asyncio loop around membership, data sets and runs; it supervises trainers (DESIGN.md section 2)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ class Agent:
         bulk_port = self.bulk_server.bind(options.bind_host)
         self.address = options.advertise or f"tcp://{_bracket(options.advertise_host)}:{port}"
         advertised_host = split_address(self.address)[0]
-        self.control.me = Envelope(peer_id=self.peer_id, boot=self.identity.boot, address=self.address, run="")
+        self.control.me = Envelope(
+            peer_id=self.peer_id, boot=self.identity.boot, address=self.address, run=""
+        )
         record = MemberRecord(
             peer_id=self.peer_id,
             boot=self.identity.boot,
@@ -132,7 +134,11 @@ class Agent:
         )
         seeds = tuple(s for s in dict.fromkeys(options.seeds or self.home.known_peers()) if s != self.address)
         self.membership = Membership(
-            record, seeds, MembershipSettings.lan(), random.Random(f"{self.peer_id}{self.identity.boot}"), now_ms()
+            record,
+            seeds,
+            MembershipSettings.lan(),
+            random.Random(f"{self.peer_id}{self.identity.boot}"),
+            now_ms(),
         )
         self.bulk_server.provide(BulkKind.MANIFEST, self.data.provide_manifest)
         self.bulk_server.provide(BulkKind.SHARD, self.data.provide_shard)
@@ -188,11 +194,15 @@ class Agent:
         said = False
         while others and self.data.manifests() and not self.data.sole_copies_elsewhere():
             if time.monotonic() > deadline_s:
-                self.say("leaving although some shards have no other holder yet; start this home again to serve them")
+                self.say(
+                    "leaving although some shards have no other holder yet; start this home again to serve them"
+                )
                 return
             if not said:
                 said = True
-                self.say(f"waiting up to {self.settings.leave_grace_s:g} s for others to copy shards only this peer has")
+                self.say(
+                    f"waiting up to {self.settings.leave_grace_s:g} s for others to copy shards only this peer has"
+                )
             await asyncio.sleep(0.2)
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -313,7 +323,9 @@ class Agent:
             return
         try:
             if isinstance(message, ClientRequest):
-                self.requests.handle(message, lambda reply: self.control.reply(routing_id, reply), local=False)
+                self.requests.handle(
+                    message, lambda reply: self.control.reply(routing_id, reply), local=False
+                )
             elif isinstance(message, MEMBERSHIP_MESSAGES):
                 self._act(self.membership.receive(message, now_ms()))
             elif not self._fenced(envelope):
@@ -330,7 +342,7 @@ class Agent:
         if isinstance(message, Holdings):
             self.data.heard(envelope.peer_id, message)
         elif envelope.run in self.runs:
-            self.runs[envelope.run].message(envelope.peer_id, message)
+            self.runs[envelope.run].members.message(envelope.peer_id, message)
 
     def _on_local(self, routing_id: bytes, message: object) -> None:
         if isinstance(message, ClientRequest):
@@ -342,7 +354,7 @@ class Agent:
         run = self.runs.get(request.name)
         return run.keeper.provide(request) if run is not None else None
 
-    # -- for runs -------------------------------------------------------------------------------------------------------
+    # -- for runs
 
     def services(self) -> Services:
         """What a run gets."""

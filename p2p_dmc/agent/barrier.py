@@ -62,7 +62,9 @@ class Barrier:
             again = index in self._said[header.round]
             self._said[header.round][index] = header
             if again and header.round == self.round and not self.missing():
-                return self.own  # whoever misses nobody's header repeats nothing, so this cannot go back and forth
+                return (
+                    self.own
+                )  # whoever misses nobody's header repeats nothing, so this cannot go back and forth
         elif self.last_own is not None and header.round == self.last_own.round:
             return self.last_own
         return None

@@ -92,7 +92,15 @@ class BulkClient:
         self.received_bytes = 0
 
     async def fetch(
-        self, address: str, kind: BulkKind, *, digest: bytes, name: str = "", part: int = 0, offset: int, size: int
+        self,
+        address: str,
+        kind: BulkKind,
+        *,
+        digest: bytes,
+        name: str = "",
+        part: int = 0,
+        offset: int,
+        size: int,
     ) -> tuple[int, bytes]:
         """(total size of the whole, the range's bytes); SourceLostError."""
         source = self._sources.get(address) or self._open(address)
@@ -118,7 +126,9 @@ class BulkClient:
         return total, data
 
     def _open(self, address: str) -> _Source:
-        for idle in [a for a, s in self._sources.items() if not s.waiting][: max(0, len(self._sources) - IDLE_LINKS)]:
+        for idle in [a for a, s in self._sources.items() if not s.waiting][
+            : max(0, len(self._sources) - IDLE_LINKS)
+        ]:
             self.forget(idle)
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)

@@ -37,7 +37,9 @@ class CheckpointRef:
     meta: dict[str, Any]
 
 
-def anchor_tensors(slot: Path, parameters: Sequence[ParameterSpec]) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+def anchor_tensors(
+    slot: Path, parameters: Sequence[ParameterSpec]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """Views of the flat anchor by parameter name, float32."""
     flat = np.memmap(slot, dtype="<f4", mode="r")
     tensors, offset = {}, 0
@@ -48,7 +50,9 @@ def anchor_tensors(slot: Path, parameters: Sequence[ParameterSpec]) -> dict[str,
     return tensors
 
 
-def write_model(path: Path, slot: Path, parameters: Sequence[ParameterSpec], metadata: dict[str, str]) -> None:
+def write_model(
+    path: Path, slot: Path, parameters: Sequence[ParameterSpec], metadata: dict[str, str]
+) -> None:
     """A safetensors file of the anchor, durable under its final name only when whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -59,7 +63,12 @@ def write_model(path: Path, slot: Path, parameters: Sequence[ParameterSpec], met
 
 
 def write_checkpoint(
-    runs_folder: Path, held: Held, parameters: Sequence[ParameterSpec], history: bytes, closed: bool, keep: int
+    runs_folder: Path,
+    held: Held,
+    parameters: Sequence[ParameterSpec],
+    history: bytes,
+    closed: bool,
+    keep: int,
 ) -> Path:
     """Write one committed state and drop the oldest beyond ``keep``; OSError when the disk does not take it."""
     root = runs_folder / "checkpoints"

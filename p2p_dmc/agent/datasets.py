@@ -247,7 +247,9 @@ class DataService:
         if self.conflict != line:
             self.conflict = line
             self._say(line)
-            self._journal.event("name_clash", name=said.name, here=mine.digest.hex(), there=said.dataset.hex())
+            self._journal.event(
+                "name_clash", name=said.name, here=mine.digest.hex(), there=said.dataset.hex()
+            )
 
     async def _fetch_manifest(self, sender: str, said: Holdings) -> None:
         try:
@@ -272,7 +274,9 @@ class DataService:
             self._known[said.dataset] = Known(manifest=manifest)
             self._replace(self._known[said.dataset])
             self._announce_wanted = True
-            self._journal.event("dataset", name=manifest.name, dataset=said.dataset.hex(), samples=len(manifest))
+            self._journal.event(
+                "dataset", name=manifest.name, dataset=said.dataset.hex(), samples=len(manifest)
+            )
             self.heard(sender, said)
         except (SourceLostError, RemoteProtocolError, UserError) as error:
             log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)
@@ -365,7 +369,9 @@ class DataService:
 
     def _name_lost(self, dataset: bytes, known: Known, now_s: float) -> None:
         lost = sorted(set(range(len(known.manifest.shards))) - self.reachable(dataset))
-        if lost and now_s - max(known.lost_said_s, self._changed_s) > (LOST_REMINDER_S if known.lost_said_s else 5.0):
+        if lost and now_s - max(known.lost_said_s, self._changed_s) > (
+            LOST_REMINDER_S if known.lost_said_s else 5.0
+        ):
             known.lost_said_s = now_s
             names = ", ".join(known.manifest.shard_digests[i].hex()[:12] for i in lost[:3])
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -403,13 +409,12 @@ class DataService:
         """Verify what is on disk, or fetch it; then tell whoever waits."""
         known = self._known[key[0]]
         try:
-            if self.store.has(*key):
-                if key[1] not in known.verified:
-                    if await asyncio.to_thread(self.store.verify, *key):
-                        known.verified.add(key[1])
-                    else:
-                        self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
-                        self._lost_one(key)
+            if self.store.has(*key) and key[1] not in known.verified:
+                if await asyncio.to_thread(self.store.verify, *key):
+                    known.verified.add(key[1])
+                else:
+                    self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
+                    self._lost_one(key)
             if not self.store.has(*key):
                 if urgent:
                     await self._fetch(key, known)

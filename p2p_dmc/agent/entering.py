@@ -1,4 +1,4 @@
-"""How a ready trainer gets into a view: found one, ask to be let into one, or wait and say why (DESIGN.md section 6)."""
+"""How a ready trainer gets into a view: found one, ask to be let in, or wait and say why (DESIGN.md section 6)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from p2p_dmc.core.membership import MemberState
 from p2p_dmc.agent.services import Services
+from p2p_dmc.core.membership import MemberState
 from p2p_dmc.wire.messages import RunMeta, decode_meta
 
 
@@ -45,7 +45,13 @@ def others(services: Services, run: str) -> tuple[OtherPeer, ...]:
 class Entrance:
     """Decides from gossip. ``clock``: seconds, monotonic."""
 
-    def __init__(self, min_peers: int, found_still_ms: int, join_retry_ms: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        min_peers: int,
+        found_still_ms: int,
+        join_retry_ms: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._min_peers = min_peers
         self._still_s = found_still_ms / 1000
         self._retry_s = join_retry_ms / 1000
@@ -69,7 +75,9 @@ class Entrance:
         if not seed_known:
             return Step(waiting="no seed has answered yet")
         if len(ready) < self._min_peers:
-            return Step(waiting=f"{len(ready)} of at least {self._min_peers} trainers are ready (--min-peers)")
+            return Step(
+                waiting=f"{len(ready)} of at least {self._min_peers} trainers are ready (--min-peers)"
+            )
         if now_s - self._still_since_s < self._still_s:
             return Step()
         misfits = [p.peer_id for p in peers if p.meta.ready and p.meta.fingerprint != mine.fingerprint]

@@ -72,7 +72,12 @@ class GroupValues:
     def arrived(self, sender: str, value: GroupValue, to_trainer: Callable[[object], None]) -> None:
         """A value of another member. It may come before this peer has installed the view: then it is kept."""
         kept = self._keep(value.view_id, value.key, sender, value.value)
-        if kept and self._view is not None and value.view_id == self._view.view_id and self._owns(sender, value.key):
+        if (
+            kept
+            and self._view is not None
+            and value.view_id == self._view.view_id
+            and self._owns(sender, value.key)
+        ):
             to_trainer(StoreValue(view_id=value.view_id, key=value.key, value=value.value))
 
     def asked(self, sender: str, request: GroupValueRequest) -> None:

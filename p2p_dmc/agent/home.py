@@ -1,4 +1,4 @@
-"""A peer's home directory: identity, boot number, lock, and how local commands find the agent (DESIGN.md section 11)."""
+"""A peer's home directory: identity, boot, lock, and how local commands find the agent (DESIGN.md section 11)."""
 
 from __future__ import annotations
 

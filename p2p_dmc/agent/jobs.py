@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent import run_files
-from p2p_dmc.agent.run import Run, RunOptions
+from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_end import LINGER_S
 from p2p_dmc.agent.supervisor import RestartBudget, TrainerExit, TrainerProcess
+from p2p_dmc.agent.waiting import say_waiting
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import trainer_messages as local
 from p2p_dmc.wire.messages import LocalLine, SubmitEnded, SubmitScript
@@ -36,6 +37,8 @@ class Job:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     result: SubmitEnded | None = None
     stopping: bool = False
+    elsewhere: bool = False
+    """Whoever waits for it is another process than the agent's, and does not see what the agent says."""
 
 
 class Jobs:
@@ -48,7 +51,7 @@ class Jobs:
         agent.journal.listeners.append(self._journal_line)
         self.last_round: dict[str, dict[str, Any]] = {}
 
-    def submit(self, submit: SubmitScript, tell: Callable[[object], None]) -> Job:
+    def submit(self, submit: SubmitScript, tell: Callable[[object], None], *, elsewhere: bool = False) -> Job:
         """Start a script; ``tell`` hears LocalLine and finally SubmitEnded. UserError when that run has one here."""
         agent = self._agent
         running = self._jobs.get(submit.run)
@@ -56,8 +59,10 @@ class Jobs:
             raise UserError(f"run {submit.run!r} already has a trainer on this peer; give another --run name")
         if run_files.load_run(agent.home.run_folder(submit.run)).get("finished"):
             path = agent.home.run_folder(submit.run) / "final" / "model.safetensors"
-            raise RunFinishedError(f"run {submit.run!r} is finished: {path}; give another --run name to train anew")
-        options = RunOptions(
+            raise RunFinishedError(
+                f"run {submit.run!r} is finished: {path}; give another --run name to train anew"
+            )
+        options = run_files.RunOptions(
             quorum=submit.quorum,
             backend=submit.backend,
             min_peers=submit.min_peers,
@@ -66,14 +71,17 @@ class Jobs:
         )
         run = Run(submit.run, options, agent.services())
         agent.runs[submit.run] = run
-        job = Job(submit=submit, run=run, tell=tell)
+        job = Job(submit=submit, run=run, tell=tell, elsewhere=elsewhere)
         self._jobs[submit.run] = job
         agent.meta_changed()
         agent.spawn(self._work(job))
+        agent.spawn(say_waiting(run, lambda line: tell(LocalLine(kind="say", data=line.encode()))))
         return job
 
     async def _work(self, job: Job) -> None:
-        budget = RestartBudget(self._agent.settings.trainer_restarts, self._agent.settings.trainer_restart_window_s)
+        budget = RestartBudget(
+            self._agent.settings.trainer_restarts, self._agent.settings.trainer_restart_window_s
+        )
         while True:
             job.process = TrainerProcess(
                 run=job.submit.run,
@@ -97,25 +105,32 @@ class Jobs:
         self._agent.journal.event("trainer_exit", run=run.name, code=ended.code, signal=ended.signal_name)
         if outcome == "finished":
             if ended.code:
-                return SubmitEnded(code=1, line=f"the run is finished, but the script failed: {ended.last_line}")
+                return SubmitEnded(
+                    code=1, line=f"the run is finished, but the script failed: {ended.last_line}"
+                )
             return SubmitEnded(code=0, line=run.end.detail)
         if outcome in ("stopped", "left") or job.stopping:
-            return SubmitEnded(code=0, line=f"run {run.name!r} {outcome or 'left'}; the same command goes on from there")
+            return SubmitEnded(
+                code=0, line=f"run {run.name!r} {outcome or 'left'}; the same command goes on from there"
+            )
         if outcome:
             return SubmitEnded(code=1, line=run.end.detail)
         if ended.code == 0:
-            run.trainer_lost("its script ended", in_hand=False)
+            run.desk.lost("its script ended", in_hand=False)
             run.end.over("failed", "")
             return SubmitEnded(
-                code=1, line=f"{job.submit.script} ended before its run did; iterate over peer.loader(...) to the end"
+                code=1,
+                line=f"{job.submit.script} ended before its run did; iterate over peer.loader(...) to the end",
             )
         if not ended.signal_name:
-            run.trainer_lost(f"its script failed: {ended.last_line}", in_hand=True)
+            run.desk.lost(f"its script failed: {ended.last_line}", in_hand=True)
             run.end.over("failed", ended.last_line)
             return SubmitEnded(code=1, line=f"{job.submit.script} failed: {ended.last_line}")
-        run.trainer_lost(f"killed by {ended.signal_name}", in_hand=True)
+        run.desk.lost(f"killed by {ended.signal_name}", in_hand=True)
         if budget.take():
-            self._agent.say(f"trainer of run {run.name!r} was killed by {ended.signal_name}; it is started again")
+            self._agent.say(
+                f"trainer of run {run.name!r} was killed by {ended.signal_name}; it is started again"
+            )
             return None
         run.end.over("failed", f"killed by {ended.signal_name}")
         return SubmitEnded(
@@ -147,13 +162,23 @@ class Jobs:
             if job.process is not None:
                 job.process.kill()
 
+    def leave(self, run: str, reason: str) -> None:
+        """This peer leaves one run; UserError when it is not in it."""
+        job = self._jobs.get(run)
+        if job is None or job.result is not None:
+            raise UserError(f"run {run!r} is not under way on this peer")
+        self._leave(job, reason)
+
+    def _leave(self, job: Job, reason: str) -> None:
+        job.stopping = True
+        job.run.withdraw(reason)
+        job.run.end.over("left", reason)
+
     async def stop_all(self, reason: str) -> None:
         """This peer leaves: every trainer is ended, every run told."""
         for job in self._jobs.values():
             if job.result is None:
-                job.stopping = True
-                job.run.withdraw(reason)
-                job.run.end.over("left", reason)
+                self._leave(job, reason)
         pending = [asyncio.create_task(j.ended.wait()) for j in self._jobs.values() if j.result is None]
         if pending:
             await asyncio.wait(pending, timeout=10.0)
@@ -188,11 +213,17 @@ class Jobs:
             self._agent.local.send(routing_id, message)
 
         try:
-            self.submit(submit, tell)
+            self.submit(submit, tell, elsewhere=True)
         except RunFinishedError as finished:
             tell(SubmitEnded(code=0, line=str(finished)))
         except UserError as error:
             tell(SubmitEnded(code=1, line=str(error)))
+
+    def relay(self, line: str) -> None:
+        """What the agent says, to those who wait for a script in another process."""
+        for job in self._jobs.values():
+            if job.elsewhere and job.result is None:
+                job.tell(LocalLine(kind="say", data=line.encode(errors="backslashreplace")))
 
     def _hello(self, routing_id: bytes, hello: local.TrainerHello) -> None:
         job = self._jobs.get(hello.run)
@@ -200,7 +231,7 @@ class Jobs:
             raise RemoteProtocolError(f"process {hello.pid} is no trainer of this agent")
         job.trainer_id = routing_id
         self._run_of_trainer[routing_id] = hello.run
-        job.run.trainer_connected(lambda message: self._agent.local.send(routing_id, message))
+        job.run.desk.connected(lambda message: self._agent.local.send(routing_id, message))
         agent = self._agent
         job.run.to_trainer(
             local.TrainerWelcome(

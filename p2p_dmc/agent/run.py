@@ -7,28 +7,42 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.entering import Entrance, others
 from p2p_dmc.agent.group_values import GroupValues
+from p2p_dmc.agent.member_desk import MemberDesk
 from p2p_dmc.agent.run_end import RunEnd
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.takeovers import takeovers
-from p2p_dmc.agent.training import Measured, Training, check_header
-from p2p_dmc.agent.work import ProposalPayload, Strike, Work, bitmap, decode_payload, encode_payload, opening_ledger
-from p2p_dmc.core import adacomm
-from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.agent.trainer_desk import TrainerDesk
+from p2p_dmc.agent.training import Measured, Training
+from p2p_dmc.agent.view_opening import local_mode, report_opening, report_view, view_started
+from p2p_dmc.agent.work import (
+    ProposalPayload,
+    Work,
+    bitmap,
+    decode_payload,
+    encode_payload,
+    opening_ledger,
+)
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import AgreementSettings, MemberId, Promises, Ready, StateRef, Verdict, View
+from p2p_dmc.core.agreement_messages import (
+    AgreementMessage,
+    AgreementSettings,
+    MemberId,
+    Promises,
+    Ready,
+    StateRef,
+    Stopped,
+    Verdict,
+    View,
+)
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.core.quorum import Quorum
-from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 from p2p_dmc.wire.messages import RunMeta
@@ -36,18 +50,8 @@ from p2p_dmc.wire.messages import RunMeta
 log = logging.getLogger("p2p_dmc.run")
 
 NO_PROMISES = Promises()
-MAX_EARLY_HEADERS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What the user may set for a run at `join`."""
-
-    quorum: str = "majority"
-    backend: str = "auto"
-    min_peers: int = 1
-    checkpoint_every_s: float = 60.0
-    on_lost: str = "wait"
+STUCK_S = 1.0
+"""An attempt that has not led to a view for so long may need peers that have come since."""
 
 
 def now_ms() -> int:
@@ -58,12 +62,14 @@ def now_ms() -> int:
 class Run:
     """The shell around one run's agreement. Its trainer may come, die and come again."""
 
-    def __init__(self, name: str, options: RunOptions, services: Services) -> None:
+    def __init__(self, name: str, options: run_files.RunOptions, services: Services) -> None:
         self.name, self.options, self.services = name, options, services
         self.folder = services.home.run_folder(name)
         record = run_files.load_record(self.folder)
         kept_vote = record is not None and record.closed
-        self.me = MemberId(peer_id=services.peer_id, boot=record.boot if record and kept_vote else services.boot)
+        self.me = MemberId(
+            peer_id=services.peer_id, boot=record.boot if record and kept_vote else services.boot
+        )
         self._kept_vote = kept_vote
         self._promises = record.promises if record else NO_PROMISES
         self.keeper = StateKeeper(name, self.folder, services)
@@ -73,25 +79,20 @@ class Run:
             options.min_peers, services.settings.found_still_ms, services.settings.join_retry_ms
         )
         self.agreement: Agreement | None = None
-        self.ready: local.RunReady | None = None
-        self.fingerprint: run_files.Fingerprint = ()
+        self.desk = TrainerDesk(self)
+        self.members = MemberDesk(self)
         self.training: Training | None = None
         self.view: View | None = None
         self.measured = Measured()
-        self.trainer_up = False
         self.waiting = ""
-        self._policy: TauPolicy | None = None
-        self._manifest: Manifest | None = None
-        self._strikes: list[Strike] = []
-        self._deaths = 0
-        self._stood_in = 0
+        self.stood_in = 0
         """Epoch of the last view that honoured this peer's claims; 0 when they are dead."""
         self._trainer_base: tuple[int, int] | None = None
         """Lineage of the anchor that the trainer's local parameters come from."""
         self._in_flight: tuple[int, int] | None = None
+        self._in_ledger: set[tuple[str, int, int]] = set()
+        """Strikes that this view's members brought: the ledger of its first complete round has them."""
         self._early_lease: int | None = None
-        self._early_headers: dict[str, messages.RoundHeader] = {}
-        self._send_trainer: Callable[[object], None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
@@ -138,19 +139,15 @@ class Run:
 
     # -- the trainer ------------------------------------------------------------------------------------------------
 
-    def trainer_connected(self, send: Callable[[object], None]) -> None:
-        self._send_trainer = send
-
     def to_trainer(self, message: object) -> None:
-        if self._send_trainer is not None:
-            self._send_trainer(message)
+        self.desk.send(message)
 
     def trainer_message(self, message: object) -> None:
         """One message of the trainer."""
         if isinstance(message, local.RunReady):
-            self._trainer_ready(message)
+            self.desk.run_ready(message)
         elif isinstance(message, local.InitialWritten):
-            self._initial_written(message)
+            self.desk.initial_written(message)
         elif isinstance(message, local.LeaseRequest):
             self._lease(message)
         elif isinstance(message, local.RoundReady) and self.training is not None:
@@ -165,48 +162,11 @@ class Run:
         elif isinstance(message, local.StoreGet) and self.view is not None:
             self.values.want(self.view, message, self.to_trainer)
 
-    def _trainer_ready(self, ready: local.RunReady) -> None:
-        manifest = self.services.data.manifest(ready.dataset)
-        if manifest is None:
-            self.to_trainer(local.TrainerRefused(reason=f"data set {ready.dataset.hex()} is not known here"))
-            return
-        pairs = run_files.fingerprint(ready, manifest.name, self.options.quorum, self.options.backend)
-        stored = tuple((str(a), str(b)) for a, b in run_files.load_run(self.folder).get("fingerprint", ()))
-        difference = run_files.first_difference(stored, pairs) if stored else None
-        if difference is not None:
-            self.refuse(f"run {self.name!r}: {difference}; use the same, or another --run name")
-            return
-        self._manifest, self.ready, self.fingerprint = manifest, ready, pairs
-        self._policy = TauPolicy.from_bytes(ready.tau_policy)
-        if self.keeper.slots is None:
-            self.keeper.open(ready.parameters)
-        if self.keeper.current is not None:
-            self._trainer_up()
-        else:
-            self._initial_slot = self.keeper.pool().take()
-            self.to_trainer(local.WriteInitial(slot_path=str(self._initial_slot)))
-
-    def refuse(self, reason: str) -> None:
-        """The trainer ends with this one line; the peer leaves the run."""
-        self.to_trainer(local.TrainerRefused(reason=reason))
-        self.event("refused", reason=reason)
-        self.end.over("refused", reason)
-
-    def _initial_written(self, message: local.InitialWritten) -> None:
-        if self.keeper.current is None and self._manifest is not None and self.ready and self._policy:
-            ledger = Ledger.start(
-                self.ready.dataset, self._manifest.sample_counts, self.ready.seed, self.ready.epochs
-            )
-            self.keeper.found(self._initial_slot, message.digest, ledger, adacomm.start(self._policy))
-        self._trainer_up()
-
-    def _trainer_up(self) -> None:
-        """The trainer waits for a view."""
+    def trainer_ready(self) -> None:
+        """The trainer waits for a view; this peer holds a state."""
+        self._trainer_base = None
         held = self.keeper.current
-        if held is None or len(self.end.outcome) > 0:
-            return
-        self.trainer_up, self._trainer_base = True, None
-        if self.agreement is None:
+        if self.agreement is None and held is not None:
             self.agreement = Agreement(
                 me=self.me,
                 quorum=Quorum[self.options.quorum.upper()],
@@ -217,44 +177,19 @@ class Run:
                 settings=AgreementSettings(),
                 now_ms=now_ms(),
             )
-        else:
+        elif self.agreement is not None:
             self.act(self.agreement.rejoin(now_ms()))
         self.services.meta_changed()
         self.event("trainer_ready")
-
-    def trainer_lost(self, reason: str, *, in_hand: bool) -> None:
-        """The trainer is gone, which somebody saw: no time-out is spent on it. ``in_hand``: it died of a sample, perhaps."""
-        self._send_trainer = None
-        if not self.trainer_up or self.agreement is None:
-            return
-        self.trainer_up = False
-        claims = self._claims()
-        if in_hand and claims and self.keeper.current is not None:
-            self._deaths += 1
-            self._strikes.append(
-                Strike(
-                    victim=f"{self.me.peer_id}:{self.services.boot}",
-                    view_epoch=self._stood_in,
-                    death=self._deaths,
-                    epoch=self._ledger().epoch,
-                    stretches=claims,
-                )
-            )
-        self.withdraw(reason)
 
     def withdraw(self, reason: str) -> None:
         """Tell everybody that this peer no longer takes part, with what it promised."""
         if self.agreement is None:
             return
         stopped = self.agreement.withdraw()
-        peers = {m.peer_id for m in self.view.members} if self.view else set()
-        peers |= {p.peer_id for p in others(self.services, self.name)}
-        said = messages.Withdrawn(stopped=stopped, reason=reason, strikes=encode_strikes(self._strikes))
-        for peer_id in sorted(peers - {self.me.peer_id}):
-            self.services.send(peer_id, said, self.name)
-        self.event("withdrawn", reason=reason)
+        self.members.tell_withdrawal(stopped, reason)
         self._end_training()
-        self._stood_in, self._trainer_base, self._in_flight = 0, None, None
+        self.stood_in, self._trainer_base, self._in_flight = 0, None, None
         self.services.meta_changed()
 
     # -- leases and rounds -----------------------------------------------------------------------------------------
@@ -282,21 +217,23 @@ class Run:
         for member in self.view.members:
             if member != self.me:
                 self.to_member(member.peer_id, failed)
-        self._group_failed(message.reason)
+        self.group_failed(message.reason)
 
-    def _group_failed(self, reason: str) -> None:
+    def group_failed(self, reason: str) -> None:
         """A member has dropped this view's group: everybody knows, so nobody waits for the pre-vote's majority."""
         if self.agreement is not None:
-            self.act(self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True))
+            self.act(
+                self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True)
+            )
 
-    def _claims(self) -> tuple[tuple[int, int, int], ...]:
+    def claims(self) -> tuple[tuple[int, int, int], ...]:
         if self.training is None:
-            return self._carried_claims if self._stood_in else ()
+            return self._carried_claims if self.stood_in else ()
         return tuple((s.shard, s.lo, s.hi) for s in self.training.work.claims())
 
     _carried_claims: tuple[tuple[int, int, int], ...] = ()
 
-    def _ledger(self) -> Ledger:
+    def ledger(self) -> Ledger:
         if self.training is not None:
             return self.training.ledger
         if self.keeper.current is None:
@@ -305,17 +242,17 @@ class Run:
 
     def _payload(self) -> bytes:
         """Fixed at the first word of an attempt: the freeze that comes with it stops leases."""
-        ledger = self._ledger()
+        ledger = self.ledger()
         count = len(ledger.counts)
         return encode_payload(
             ProposalPayload(
-                view_epoch=self._stood_in,
+                view_epoch=self.stood_in,
                 epoch=ledger.epoch,
-                claims=self._claims(),
+                claims=self.claims(),
                 holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,
-                strikes=tuple(self._strikes),
+                strikes=tuple(self.desk.strikes),
             )
         )
 
@@ -328,7 +265,7 @@ class Run:
 
     def _end_training(self) -> None:
         if self.training is not None:
-            self._carried_claims = self._claims()
+            self._carried_claims = self.claims()
             self.training.release()
             self.training = None
 
@@ -337,22 +274,14 @@ class Run:
         mine = view.members.index(self.me)
         payloads = [decode_payload(p) for p in view.payloads]
         honoured = payloads[mine].view_epoch == max(p.view_epoch for p in payloads)
-        self._stood_in = view.view_epoch if honoured and self._stood_in else 0
+        self.stood_in = view.view_epoch if honoured and self.stood_in else 0
         old_training, old_view = self.training, self.view
         old_work = old_training.work if old_training is not None else None
         self._end_training()
         self.view = view
         self.values.view_changed(view)
-        self.event(
-            "view",
-            view_epoch=view.view_epoch,
-            view_id=view.view_id.hex(),
-            history=view.history.hex(),
-            members=[m.peer_id for m in view.members],
-            start=list(view.start.lineage),
-            digest=view.start.digest.hex(),
-        )
-        run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.fingerprint])
+        report_view(self, view)
+        run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.desk.fingerprint])
         self.services.meta_changed()
         self.spawn(self._open_view(view, old_work, old_view))
 
@@ -368,8 +297,10 @@ class Run:
                 if self.view is view and self.agreement is not None:
                     self.act(self.agreement.wants_change(str(error), now_ms(), at_once=True))
                 return
-            self.event("adopted", lineage=list(view.start.lineage), seconds=round(time.monotonic() - started_s, 3))
-        if self.view is not view or self.agreement is None or self.agreement.frozen or not self.trainer_up:
+            self.event(
+                "adopted", lineage=list(view.start.lineage), seconds=round(time.monotonic() - started_s, 3)
+            )
+        if self.view is not view or self.agreement is None or self.agreement.frozen or not self.desk.up:
             return
         held = self.keeper.make_current(view.start)
         self.act(self.agreement.adopted(view.start, now_ms()))
@@ -379,18 +310,15 @@ class Run:
         records = [self.services.record(p) for p in peer_ids]
         return [r.bulk_address for r in records if r is not None]
 
-    def _local_mode(self, view: View) -> local.Local:
-        """What the view means for the trainer: see wire.trainer_messages.Local."""
-        if not self._stood_in or self._trainer_base is None:
-            return local.Local.RESET
-        if view.start.lineage == self._trainer_base:
-            return local.Local.KEEP
-        return local.Local.COUNTED if view.start.lineage == self._in_flight else local.Local.RESET
-
     def _start_view(self, view: View, held: Held, old_work: Work | None, old_view: View | None) -> None:
-        if self.ready is None or self._policy is None:
+        if self.desk.ready is None or self.desk.policy is None:
             raise AssertionError("a view without a ready trainer")
-        mode = self._local_mode(view)
+        mode = local_mode(
+            view.start.lineage,
+            honoured=self.stood_in > 0,
+            base=self._trainer_base,
+            in_flight=self._in_flight,
+        )
         payloads = [decode_payload(p) for p in view.payloads]
         ledger = opening_ledger(payloads, held.ledger, skip_lost=self.options.on_lost == "skip")
         index = view.members.index(self.me)
@@ -403,59 +331,21 @@ class Run:
             ledger=ledger,
             work=work,
             slots=self.keeper.pool(),
-            policy=self._policy,
-            payload_spec=run_files.payload_spec(self.ready.parameters),
+            policy=self.desk.policy,
+            payload_spec=run_files.payload_spec(self.desk.ready.parameters),
             measured=self.measured,
         )
-        self._stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
-        self._report_opening(view, ledger, work, old_work, old_view)
+        self.stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
+        self._in_ledger = {s.key for p in payloads for s in p.strikes}
+        report_opening(self, view, ledger, work, old_work, old_view)
         self.services.meta_changed()
-        self.to_trainer(
-            local.ViewStarted(
-                view_epoch=view.view_epoch,
-                view_id=view.view_id,
-                rank=index,
-                world=len(view.members),
-                next_round=view.start.lineage[1] + 1,
-                slot_path=str(held.slot),
-                digest=held.anchor_digest,
-                tau=held.tau.tau,
-                epoch=ledger.epoch,
-                local=mode,
-                backend="gloo" if self.options.backend == "auto" else self.options.backend,
-                group_timeout_ms=self.services.settings.group_timeout_ms,
-            )
-        )
+        self.to_trainer(view_started(self, view, held, ledger, mode))
         self.values.flush(self.to_trainer)
         self.training.start()
-        early, self._early_headers = self._early_headers, {}
-        for sender, header in sorted(early.items()):
-            self.training.header(sender, header)
+        self.members.hand_over(self.training)
         if self._early_lease is not None:
             samples, self._early_lease = self._early_lease, None
             self.training.lease(samples)
-
-    def _report_opening(
-        self, view: View, ledger: Ledger, work: Work, old_work: Work | None, old_view: View | None
-    ) -> None:
-        self.event(
-            "assignment",
-            view_epoch=view.view_epoch,
-            epoch=ledger.epoch,
-            skipped=ledger.progress()[1],
-            assignment=[[[s.shard, s.lo, s.hi] for s in part] for part in work.assignment.stretches],
-        )
-        if self._manifest is None or old_work is None or old_view is None:
-            return
-        for change in takeovers(old_work, old_view, work, view, ledger):
-            self.event(
-                "takeover",
-                view_epoch=view.view_epoch,
-                shard=self._manifest.shard_digests[change.shard].hex(),
-                **{"from": change.from_peer, "to": change.to_peer},
-                first=change.first,
-                samples=change.samples,
-            )
 
     # -- what Training asks for (TrainingHost) ----------------------------------------------------------------------
 
@@ -470,7 +360,7 @@ class Run:
     def hold(self, held: Held) -> None:
         self.keeper.hold(held)
         self._trainer_base = held.ref.lineage
-        self._strikes.clear()  # the view's first complete round has them in its ledger
+        self.desk.forget_strikes(self._in_ledger)
 
     def committed(self, held: Held) -> None:
         if self.agreement is None or self.view is None:
@@ -510,79 +400,35 @@ class Run:
         """Equal lineages with unequal digests: a fault of memory, disk or program. The odd ones leave, loudly."""
         self.event("diverged", odd=[m.peer_id for m in odd])
         if me:
-            self.refuse("this peer's state differs from the others' at the same round; restart it to adopt theirs")
+            self.desk.refuse(
+                "this peer's state differs from the others' at the same round; restart it to adopt theirs"
+            )
 
     def shard_here(self, shard: int) -> bool:
-        return self.ready is not None and self.services.data.usable(self.ready.dataset, shard)
+        return self.desk.ready is not None and self.services.data.usable(self.desk.ready.dataset, shard)
 
     def fetch_shard(self, shard: int, then: Callable[[], None]) -> None:
-        if self.ready is not None:
-            self.services.data.want(self.ready.dataset, shard, then)
+        if self.desk.ready is not None:
+            self.services.data.want(self.desk.ready.dataset, shard, then)
 
     def log_round(self, **facts: Any) -> None:
         self.services.journal.round(run=self.name, **facts)
 
     # -- other peers ------------------------------------------------------------------------------------------------
 
-    def message(self, sender: str, message: object) -> None:
-        """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
-        if isinstance(message, messages.RoundHeader):
-            self._header(sender, message)
-        elif isinstance(message, messages.GroupFailed):
-            if self.view is not None and message.view_id == self.view.view_id and sender in self.view.peers:
-                self._group_failed(f"{sender[:8]}: {message.reason}")
-        elif isinstance(message, messages.AGREEMENT_MESSAGES):
-            if self.agreement is not None:
-                self.act(self.agreement.receive(message, now_ms()))
-        elif isinstance(message, messages.JoinRequest):
-            self._join_request(sender, message)
-        elif isinstance(message, messages.JoinRefused):
-            if self.training is None and self.trainer_up:
-                self.refuse(message.reason[:500])
-        elif isinstance(message, messages.Withdrawn):
-            self._withdrawn(sender, message)
-        elif isinstance(message, messages.GroupValue):
-            self.values.arrived(sender, message, self.to_trainer)
-        elif isinstance(message, messages.GroupValueRequest):
-            self.values.asked(sender, message)
-        elif isinstance(message, messages.StopAsked):
-            self.end.ask_stop(message.reason[:200], tell=False)
-        elif isinstance(message, messages.RunClosed):
-            self.end.closed_elsewhere(sender, message)
-
-    def _header(self, sender: str, header: messages.RoundHeader) -> None:
-        """A member may have opened the view before this peer: its header waits here."""
-        check_header(header)
-        if self.training is not None and header.view_epoch <= self.training.view.view_epoch:
-            self.training.header(sender, header)
-        elif len(self._early_headers) < MAX_EARLY_HEADERS:
-            self._early_headers[sender] = header
-
-    def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
-        if self.end.outcome in ("finished", "stopped"):
-            self.end.tell(sender)
-            return
-        if self.agreement is None or self.training is None:
-            return
-        difference = run_files.first_difference(self.fingerprint, request.fingerprint)
-        if difference is not None:
-            reason = f"run {self.name!r}: {difference}; use the same, or another --run name"
-            self.services.send(sender, messages.JoinRefused(reason=reason), self.name)
-            self.event("join_refused", peer_id=sender, reason=reason)
-            return
-        self.act(self.agreement.join_requested(sender, now_ms()))
-        self.training.repeat()
-
-    def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
-        if message.stopped.member.peer_id != sender:
-            raise RemoteProtocolError("a peer withdraws for itself")
-        known = {(s.victim, s.view_epoch, s.death) for s in self._strikes}
-        for strike in decode_strikes(message.strikes):
-            if (strike.victim, strike.view_epoch, strike.death) not in known and len(self._strikes) < 64:
-                self._strikes.append(strike)
-        self.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
+    def agreement_message(self, message: AgreementMessage) -> None:
         if self.agreement is not None:
-            self.act(self.agreement.withdrawn(message.stopped, now_ms()))
+            self.act(self.agreement.receive(message, now_ms()))
+
+    def join_requested(self, peer_id: str) -> None:
+        """A ready peer with the same settings asks to be let in: at the next barrier."""
+        if self.agreement is not None and self.training is not None:
+            self.act(self.agreement.join_requested(peer_id, now_ms()))
+            self.training.repeat()
+
+    def withdrawn(self, stopped: Stopped) -> None:
+        if self.agreement is not None:
+            self.act(self.agreement.withdrawn(stopped, now_ms()))
 
     def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
         """Membership's word about a peer."""
@@ -601,8 +447,8 @@ class Run:
             boot=self.me.boot,
             history=agreement.history if agreement is not None else self._promises.history,
             view_epoch=self.training.view.view_epoch if standing and self.training is not None else 0,
-            ready=self.trainer_up and not self.end.outcome,
-            fingerprint=run_files.fingerprint_digest(self.fingerprint) if self.fingerprint else b"",
+            ready=self.desk.up and not self.end.outcome,
+            fingerprint=run_files.fingerprint_digest(self.desk.fingerprint) if self.desk.fingerprint else b"",
             samples=held.ledger.samples_total if held is not None and committed else 0,
         )
 
@@ -613,16 +459,21 @@ class Run:
         self.act(self.agreement.tick(now_ms()))
         if self.end.outcome:
             return
-        if self.training is not None:
+        if self.agreement.left_out and self.training is not None:
+            self.event("left_out", view_epoch=self.training.view.view_epoch)
+            self._end_training()
+            self.stood_in = 0  # whoever was left out sets local := anchor
+        if self.training is not None and not self.training.frozen:
             self.training.serve_lease()
-            if not self.training.frozen:
-                self.training.repeat()
-        if self.trainer_up and self.training is None:
+            self.training.repeat()
+        elif self.desk.up:
             self._enter()
 
     def _enter(self) -> None:
-        if self.agreement is None or (self.view is not None and self.agreement.view is self.view and not self.agreement.left_out and not self.agreement.frozen):
+        if self.agreement is None or not (self.agreement.frozen or self.agreement.left_out):
             return  # a view stands, its start state is on the way
+        if self.training is not None and time.monotonic() - self.training.frozen_s < STUCK_S:
+            return  # an attempt is under way
         step = self.entrance.step(
             self.meta(), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
         )
@@ -630,7 +481,7 @@ class Run:
         if step.found:
             self.act(self.agreement.found(step.found, now_ms()))
         for peer_id in step.ask:
-            self.services.send(peer_id, messages.JoinRequest(fingerprint=self.fingerprint), self.name)
+            self.services.send(peer_id, messages.JoinRequest(fingerprint=self.desk.fingerprint), self.name)
         if step.yield_to:
             self._give_up_history()
 
@@ -638,7 +489,7 @@ class Run:
         """Nothing is committed here and much elsewhere: forget this history and join the other."""
         self.event("history_given_up")
         self._end_training()
-        self.view, self._stood_in, self._trainer_base = None, 0, None
+        self.view, self.stood_in, self._trainer_base = None, 0, None
         held = self.keeper.current
         if self.agreement is not None and held is not None:
             self.act(self.agreement.yield_history(held.ref, now_ms()))
@@ -647,14 +498,3 @@ class Run:
     async def shut_down(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-
-
-def encode_strikes(strikes: list[Strike]) -> bytes:
-    payload = ProposalPayload(
-        view_epoch=0, epoch=0, claims=(), holdings=b"", reachable=b"", speed=0, strikes=tuple(strikes)
-    )
-    return encode_payload(payload)
-
-
-def decode_strikes(data: bytes) -> tuple[Strike, ...]:
-    return decode_payload(data).strikes

@@ -59,7 +59,9 @@ class RunEnd:
             try:
                 path = str(await run.keeper.write_final(held))
             except OSError as error:
-                run.services.say(f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters")
+                run.services.say(
+                    f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters"
+                )
             run.to_trainer(
                 local.RunFinished(slot_path=str(held.slot), digest=held.anchor_digest, final_path=path)
             )

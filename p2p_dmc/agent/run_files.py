@@ -19,6 +19,17 @@ Fingerprint = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the user may set for a run at `join`."""
+
+    quorum: str = "majority"
+    backend: str = "auto"
+    min_peers: int = 1
+    checkpoint_every_s: float = 60.0
+    on_lost: str = "wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """agreement.json of one run: promises, and whether it was closed (then this peer keeps its vote)."""
 
@@ -73,7 +84,9 @@ def load_record(folder: Path) -> RunRecord | None:
         )
         return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))
     except (ValueError, KeyError, TypeError, IndexError, OSError):
-        raise UserError(f"{path} is damaged; use another --home, or delete the file to join as a new peer") from None
+        raise UserError(
+            f"{path} is damaged; use another --home, or delete the file to join as a new peer"
+        ) from None
 
 
 def save_run(folder: Path, **facts: Any) -> None:
@@ -101,7 +114,11 @@ def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
 def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str) -> Fingerprint:
     """The run-wide settings as (setting, value for people), in the order in which differences are named."""
     policy = TauPolicy.from_bytes(ready.tau_policy)
-    tau = f"{policy.tau0}" if policy.kind == "fixed" else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s)"
+    tau = (
+        f"{policy.tau0}"
+        if policy.kind == "fixed"
+        else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s)"
+    )
     pairs = [
         ("data set", f"{dataset_name} {ready.dataset.hex()[:12]}"),
         ("epochs", str(ready.epochs)),
@@ -112,7 +129,10 @@ def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str) -
         ("backend", backend),
         ("number of parameters", str(len(ready.parameters))),
     ]
-    pairs += [(f"parameter {p.name}", f"{'x'.join(map(str, p.shape)) or 'scalar'} {p.dtype}") for p in ready.parameters]
+    pairs += [
+        (f"parameter {p.name}", f"{'x'.join(map(str, p.shape)) or 'scalar'} {p.dtype}")
+        for p in ready.parameters
+    ]
     return tuple(pairs)
 
 

@@ -68,13 +68,12 @@ def encode_head(held: Held) -> bytes:
         ledger=held.ledger.to_bytes(),
         tau=held.tau.to_bytes(),
     )
-    packed: bytes = codec.msgpack.packb(codec.to_plain(head), use_bin_type=True)
-    return packed
+    return codec.pack_value(head)
 
 
 def decode_head(data: bytes, expected: bytes) -> tuple[StateHead, Ledger, TauState]:
     """Checked against the state's digest; RemoteProtocolError when it is another state's."""
-    head = codec.from_plain(StateHead, codec.unpack(data, 64 << 20))
+    head = codec.unpack_value(StateHead, data, 64 << 20)
     ledger, tau = Ledger.from_bytes(head.ledger), TauState.from_bytes(head.tau)
     if state_digest(head.anchor_digest, ledger, tau) != expected:
         raise RemoteProtocolError("the state's head does not have the digest that was agreed")

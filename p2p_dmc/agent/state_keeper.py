@@ -57,7 +57,9 @@ class StateKeeper:
                 self.hold(load_checkpoint(checkpoint, self.slots))
             except ValueError as error:
                 self._services.say(f"checkpoint {checkpoint.folder} is skipped: {error}")
-                self._services.journal.event("checkpoint_skipped", path=str(checkpoint.folder), reason=str(error))
+                self._services.journal.event(
+                    "checkpoint_skipped", path=str(checkpoint.folder), reason=str(error)
+                )
                 continue
             return
 
@@ -78,7 +80,9 @@ class StateKeeper:
             self.current = self._recent[held.ref.digest]
             return
         self._recent[held.ref.digest] = held
-        for digest in [d for d, h in self._recent.items() if h is not self.current][: max(0, len(self._recent) - CACHED)]:
+        for digest in [d for d, h in self._recent.items() if h is not self.current][
+            : max(0, len(self._recent) - CACHED)
+        ]:
             slots.unpin(self._recent.pop(digest).slot)
 
     def pool(self) -> SlotPool:
@@ -110,7 +114,9 @@ class StateKeeper:
         known = self._recent.get(ref.digest)
         if known is not None:
             return known
-        adoption = Adoption(self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes)
+        adoption = Adoption(
+            self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes
+        )
         held = await adoption.fetch(ref, donors, give_up_s)
         if ref.digest not in self._recent:
             self._recent[ref.digest] = held
@@ -119,8 +125,16 @@ class StateKeeper:
     def make_current(self, ref: StateRef) -> Held:
         """The agreed state, which is remembered under its digest, carries the agreed lineage from now on."""
         known = self._recent[ref.digest]
-        held = known if known.ref == ref else Held(
-            ref=ref, slot=known.slot, anchor_digest=known.anchor_digest, ledger=known.ledger, tau=known.tau
+        held = (
+            known
+            if known.ref == ref
+            else Held(
+                ref=ref,
+                slot=known.slot,
+                anchor_digest=known.anchor_digest,
+                ledger=known.ledger,
+                tau=known.tau,
+            )
         )
         self._recent[ref.digest] = held
         self.current = held
@@ -141,7 +155,9 @@ class StateKeeper:
                 write_checkpoint, self._folder, held, self.parameters, history, closed, keep
             )
         except OSError as error:
-            self._services.say(f"checkpoint in {self._folder} failed: {error.strerror}; training goes on, free some room")
+            self._services.say(
+                f"checkpoint in {self._folder} failed: {error.strerror}; training goes on, free some room"
+            )
             self._services.journal.event("checkpoint_failed", reason=str(error))
             return False
         finally:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement_messages import View
-from p2p_dmc.core.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,7 @@ class Takeover:
     samples: int
 
 
-def takeovers(old: Work, old_view: View, new: Work, new_view: View, ledger: Ledger) -> tuple[Takeover, ...]:
+def takeovers(old: Work, old_view: View, new: Work, new_view: View) -> tuple[Takeover, ...]:
     """For each member of the old view that the new one lacks: the uncounted part of its list, and who has it now."""
     if old.assignment.epoch != new.assignment.epoch:
         return ()

@@ -17,7 +17,15 @@ from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
-from p2p_dmc.wire.trainer_messages import Lease, LeaseEnd, Reduce, RoundComplete, RoundReady, RoundRefused, RoundResult
+from p2p_dmc.wire.trainer_messages import (
+    Lease,
+    LeaseEnd,
+    Reduce,
+    RoundComplete,
+    RoundReady,
+    RoundRefused,
+    RoundResult,
+)
 
 SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
@@ -82,6 +90,7 @@ class Training:
         self.barrier = Barrier(view, me)
         self.me = work.me
         self.frozen = False
+        self.frozen_s = 0.0
         self.committed_round: tuple[int, int] = held.ref.lineage
         self.in_flight: tuple[int, int] | None = None
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
@@ -131,10 +140,14 @@ class Training:
         if self.barrier.own is not None:
             return  # a header is said once: others may have acted on it
         if said.samples > self.work.leased - self.work.cursors[self.me]:
-            raise RemoteProtocolError(f"the trainer says it consumed {said.samples} samples, more than it was given")
+            raise RemoteProtocolError(
+                f"the trainer says it consumed {said.samples} samples, more than it was given"
+            )
         if said.compute_us > 0 and said.samples > 0:
             fresh = said.samples * 1_000_000 // said.compute_us
-            self.measured.speed = (3 * self.measured.speed + fresh) // 4 if self.measured.speed else max(1, fresh)
+            self.measured.speed = (
+                (3 * self.measured.speed + fresh) // 4 if self.measured.speed else max(1, fresh)
+            )
         self.in_flight = (self.view.view_epoch, said.round)
         self._say(
             self._header(
@@ -147,7 +160,14 @@ class Training:
         )
 
     def _header(
-        self, *, samples: int, steps: int, loss_sum_micro: int, compute_us: int, finite: bool, final: bool = False
+        self,
+        *,
+        samples: int,
+        steps: int,
+        loss_sum_micro: int,
+        compute_us: int,
+        finite: bool,
+        final: bool = False,
     ) -> RoundHeader:
         return RoundHeader(
             view_epoch=self.view.view_epoch,
@@ -359,7 +379,8 @@ class Training:
 
     def freeze(self) -> None:
         """From here on this view completes no round; what it holds is the run's again."""
-        self.frozen = True
+        if not self.frozen:
+            self.frozen, self.frozen_s = True, time.monotonic()
         self._reducing = None
 
     def release(self) -> None:
@@ -373,7 +394,9 @@ class Training:
 def facts(header: RoundHeader) -> RoundFacts:
     """A header as the tau controller reads it; one that was not finite says nothing about the loss."""
     if not header.finite:
-        return RoundFacts(samples=0, steps=header.steps, loss_sum_micro=0, compute_us=header.compute_us, comm_us=0)
+        return RoundFacts(
+            samples=0, steps=header.steps, loss_sum_micro=0, compute_us=header.compute_us, comm_us=0
+        )
     return RoundFacts(
         samples=header.samples,
         steps=header.steps,

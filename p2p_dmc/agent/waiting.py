@@ -17,7 +17,7 @@ REMIND_AFTER_S = 60.0
 
 def waiting(run: Run) -> str:
     """Why no round can be had, in words; "" when nothing is in the way."""
-    if run.end.outcome or run.agreement is None or not run.trainer_up:
+    if run.end.outcome or run.agreement is None or not run.desk.up:
         return ""
     if run.training is None:
         return run.waiting

@@ -28,6 +28,17 @@ class Strike:
     epoch: int
     stretches: tuple[tuple[int, int, int], ...]
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.victim, self.view_epoch, self.death
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrikeList:
+    """Strikes on their way to other peers, when a trainer is lost."""
+
+    strikes: tuple[Strike, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalPayload:
@@ -43,12 +54,19 @@ class ProposalPayload:
 
 
 def encode_payload(payload: ProposalPayload) -> bytes:
-    packed: bytes = codec.msgpack.packb(codec.to_plain(payload), use_bin_type=True)
-    return packed
+    return codec.pack_value(payload)
 
 
 def decode_payload(data: bytes) -> ProposalPayload:
-    return codec.from_plain(ProposalPayload, codec.unpack(data, 1 << 20))
+    return codec.unpack_value(ProposalPayload, data, 1 << 20)
+
+
+def encode_strikes(strikes: Sequence[Strike]) -> bytes:
+    return codec.pack_value(StrikeList(strikes=tuple(strikes)))
+
+
+def decode_strikes(data: bytes) -> tuple[Strike, ...]:
+    return codec.unpack_value(StrikeList, data, 1 << 20).strikes
 
 
 def bitmap(shards: Container[int], count: int) -> bytes:
@@ -68,7 +86,9 @@ def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_
 
     A pure function of the view and of its start state. ``skip_lost``: shards that no member can reach count as lost.
     """
-    strikes = {(s.victim, s.view_epoch, s.death): s for p in payloads for s in p.strikes if s.epoch == ledger.epoch}
+    strikes = {
+        (s.victim, s.view_epoch, s.death): s for p in payloads for s in p.strikes if s.epoch == ledger.epoch
+    }
     for key in sorted(strikes):
         for stretch in to_stretches(strikes[key].stretches, ledger):
             if ledger.epoch == strikes[key].epoch:

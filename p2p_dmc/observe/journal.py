@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -28,10 +29,8 @@ class Journal:
         self._write("event", self._events, line)
 
     def _write(self, kind: str, file: IO[str], line: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a full disk costs lines, not the run
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError:  # a full disk costs lines, not the run
-            pass
         for listener in self.listeners:
             listener(kind, line)
 

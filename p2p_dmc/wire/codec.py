@@ -65,6 +65,17 @@ def decode(data: bytes | memoryview) -> Any:
     return from_plain(_kinds[kind], body)
 
 
+def pack_value(value: Any) -> bytes:
+    """The bytes of a dataclass that travels inside a message, or lies on disk; read it with ``unpack_value``."""
+    packed: bytes = msgpack.packb(to_plain(value), use_bin_type=True)
+    return packed
+
+
+def unpack_value(cls: type[T], data: bytes, max_bytes: int) -> T:
+    """The reverse of ``pack_value``, checked; RemoteProtocolError."""
+    return from_plain(cls, unpack(data, max_bytes))
+
+
 def unpack(data: bytes | memoryview, max_bytes: int) -> Any:
     """msgpack with limits; RemoteProtocolError instead of msgpack's many exceptions."""
     if len(data) > max_bytes:

@@ -67,14 +67,13 @@ class PeerMeta:
 
 
 def encode_meta(meta: PeerMeta) -> bytes:
-    packed: bytes = codec.msgpack.packb(codec.to_plain(meta), use_bin_type=True)
-    return packed
+    return codec.pack_value(meta)
 
 
 def decode_meta(data: bytes) -> PeerMeta | None:
     """None for what another version of the program may have put there."""
     try:
-        return codec.from_plain(PeerMeta, codec.unpack(data, 2048))
+        return codec.unpack_value(PeerMeta, data, 2048)
     except RemoteProtocolError:
         return None
 
@@ -229,7 +228,7 @@ class BulkReply:
     total: int
 
 
-# -- clients: dmc-peer status and the like ------------------------------------------------------------------------------
+# -- clients: dmc-peer status and the like -------------------------------------------------------------------------
 
 
 @message
@@ -249,7 +248,7 @@ class ClientReply:
     more: bool
 
 
-# -- local commands on a running home -----------------------------------------------------------------------------------
+# -- local commands on a running home ------------------------------------------------------------------------------
 
 
 @message

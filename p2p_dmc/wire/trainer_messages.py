@@ -250,7 +250,7 @@ class ShardReady:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, put the new anchor into the slot."""
+    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, new anchor into the slot."""
 
     view_epoch: int
     round: int

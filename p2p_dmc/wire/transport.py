@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -94,7 +95,7 @@ class ControlSocket:
         self.me = Envelope(peer_id="", boot=0, address="", run="")
 
     def bind(self, host: str, port: int | None) -> int:
-        """Listen; the default port or the next free one when ``port`` is None. Returns the port; UserError if taken."""
+        """Listen at ``port``, or at the default or the next free one; returns it. UserError if taken."""
         bound = bind_router(self._router, host, port)
         self._receiver = asyncio.create_task(self._receive())
         return bound
@@ -108,7 +109,11 @@ class ControlSocket:
                     raise RemoteProtocolError("a control message has two frames")
                 self.counters.received_bytes += len(frames[1]) + len(frames[2])
                 envelope = codec.decode(frames[1])
-                if not isinstance(envelope, Envelope) or len(envelope.peer_id) > 64 or len(envelope.run) > 256:
+                if (
+                    not isinstance(envelope, Envelope)
+                    or len(envelope.peer_id) > 64
+                    or len(envelope.run) > 256
+                ):
                     raise RemoteProtocolError("the first frame is not an envelope")
                 sender = envelope.peer_id
                 self._on_message(envelope, codec.decode(frames[2]), frames[0])
@@ -129,17 +134,15 @@ class ControlSocket:
         link.last_used_s = time.monotonic()
         envelope = Envelope(peer_id=self.me.peer_id, boot=self.me.boot, address=self.me.address, run=run)
         frames = [codec.encode(envelope), codec.encode(message)]
-        future = link.socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        if future.done() and future.exception() is not None:
-            self.counters.dropped += 1
-        else:
+        if _sent(link.socket, frames):
             self.counters.sent_bytes += sum(map(len, frames))
+        else:
+            self.counters.dropped += 1
 
     def reply(self, routing_id: bytes, message: object) -> None:
         """Answer a client on the connection that it asked on."""
         frames = [routing_id, codec.encode(self.me), codec.encode(message)]
-        future = self._router.send_multipart(frames, flags=zmq.NOBLOCK)
-        if future.done() and future.exception() is not None:
+        if not _sent(self._router, frames):
             self.counters.dropped += 1
 
     def _open(self, address: str) -> Link | None:
@@ -205,6 +208,12 @@ class ControlSocket:
         self._router.close(0)
 
 
+def _sent(sender: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
+    """Send without waiting; False when the queue is full. A non-blocking send is decided when it returns."""
+    future = cast("asyncio.Future[object]", sender.send_multipart(frames, flags=zmq.NOBLOCK))
+    return future.done() and future.exception() is None
+
+
 def bind_router(router: zmq.asyncio.Socket, host: str, port: int | None) -> int:
     """Bind to an explicit port, to any (0), or to the first free one from the default (None)."""
     if port is not None:
@@ -220,7 +229,9 @@ def bind_router(router: zmq.asyncio.Socket, host: str, port: int | None) -> int:
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise UserError(_bind_problem(host, candidate, error)) from None
-    raise UserError(f"ports {DEFAULT_PORT} to {DEFAULT_PORT + 199} are all in use; give --listen tcp://{host}:0")
+    raise UserError(
+        f"ports {DEFAULT_PORT} to {DEFAULT_PORT + 199} are all in use; give --listen tcp://{host}:0"
+    )
 
 
 def _bind_problem(host: str, port: int, error: zmq.ZMQError) -> str:
@@ -245,14 +256,16 @@ def reachable_host() -> str:
             host = str(udp.getsockname()[0])
             if not host.startswith("127."):
                 return host
-    for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET) if socket.gethostname() else []:
+    for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
         if not str(info[4][0]).startswith("127."):
             return str(info[4][0])
-    raise UserError("no address of this machine that others can reach was found; give --advertise tcp://HOST:PORT")
+    raise UserError(
+        "no address of this machine that others can reach was found; give --advertise tcp://HOST:PORT"
+    )
 
 
 async def refused_by_host(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether the host at ``address`` is alive and refuses: nobody listens there any more. Silence is not a refusal."""
+    """Whether the host at ``address`` lives and refuses: nobody listens there any more. Silence refuses nothing."""
     host, port = split_address(address)
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)

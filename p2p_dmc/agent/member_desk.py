@@ -1,0 +1,100 @@
+"""Where a run meets the other peers: their headers, requests and farewells (DESIGN.md sections 6 and 7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2p_dmc.agent import run_files
+from p2p_dmc.agent.entering import others
+from p2p_dmc.agent.training import check_header
+from p2p_dmc.agent.work import decode_strikes, encode_strikes
+from p2p_dmc.core.agreement_messages import Stopped
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire import messages
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.run import Run
+    from p2p_dmc.agent.training import Training
+
+MAX_EARLY_HEADERS = 4096
+
+
+class MemberDesk:
+    """One run's messages from and to other peers, apart from agreement's own."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._early_headers: dict[str, messages.RoundHeader] = {}
+
+    def message(self, sender: str, message: object) -> None:
+        """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
+        run = self._run
+        if isinstance(message, messages.RoundHeader):
+            self._header(sender, message)
+        elif isinstance(message, messages.GroupFailed):
+            if run.view is not None and message.view_id == run.view.view_id and sender in run.view.peers:
+                run.group_failed(f"{sender[:8]}: {message.reason}")
+        elif isinstance(message, messages.AGREEMENT_MESSAGES):
+            run.agreement_message(message)
+        elif isinstance(message, messages.JoinRequest):
+            self._join_request(sender, message)
+        elif isinstance(message, messages.JoinRefused):
+            if run.training is None and run.desk.up:
+                run.desk.refuse(message.reason[:500])
+        elif isinstance(message, messages.Withdrawn):
+            self._withdrawn(sender, message)
+        elif isinstance(message, messages.GroupValue):
+            run.values.arrived(sender, message, run.to_trainer)
+        elif isinstance(message, messages.GroupValueRequest):
+            run.values.asked(sender, message)
+        elif isinstance(message, messages.StopAsked):
+            run.end.ask_stop(message.reason[:200], tell=False)
+        elif isinstance(message, messages.RunClosed):
+            run.end.closed_elsewhere(sender, message)
+
+    def _header(self, sender: str, header: messages.RoundHeader) -> None:
+        """A member may have opened the view before this peer: its header waits here."""
+        check_header(header)
+        training = self._run.training
+        if training is not None and header.view_epoch <= training.view.view_epoch:
+            training.header(sender, header)
+        elif len(self._early_headers) < MAX_EARLY_HEADERS:
+            self._early_headers[sender] = header
+
+    def hand_over(self, training: Training) -> None:
+        """A view has opened here: headers that came before."""
+        early, self._early_headers = self._early_headers, {}
+        for sender, header in sorted(early.items()):
+            training.header(sender, header)
+
+    def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
+        run = self._run
+        if run.end.outcome in ("finished", "stopped"):
+            run.end.tell(sender)
+            return
+        if run.training is None:
+            return
+        difference = run_files.first_difference(run.desk.fingerprint, request.fingerprint)
+        if difference is not None:
+            reason = f"run {run.name!r}: {difference}; use the same, or another --run name"
+            run.to_member(sender, messages.JoinRefused(reason=reason))
+            run.event("join_refused", peer_id=sender, reason=reason)
+            return
+        run.join_requested(sender)
+
+    def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
+        if message.stopped.member.peer_id != sender:
+            raise RemoteProtocolError("a peer withdraws for itself")
+        self._run.desk.learn_strikes(decode_strikes(message.strikes))
+        self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
+        self._run.withdrawn(message.stopped)
+
+    def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:
+        """This peer no longer takes part: everybody is told, with what it promised."""
+        run = self._run
+        peers = set(run.view.peers) if run.view else set()
+        peers |= {p.peer_id for p in others(run.services, run.name)}
+        said = messages.Withdrawn(stopped=stopped, reason=reason, strikes=encode_strikes(run.desk.strikes))
+        for peer_id in sorted(peers - {run.me.peer_id}):
+            run.to_member(peer_id, said)
+        run.event("withdrawn", reason=reason)

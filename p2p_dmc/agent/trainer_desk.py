@@ -1,0 +1,122 @@
+"""Where a run meets its trainer: what it trains, its initial state, what it had in hand at its death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2p_dmc.agent import run_files
+from p2p_dmc.agent.work import Strike
+from p2p_dmc.core import adacomm
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.wire import trainer_messages as local
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.run import Run
+
+MAX_STRIKES = 64
+
+
+class TrainerDesk:
+    """One run's trainer, as far as it is not about rounds. It may come, die and come again."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._send: Callable[[object], None] | None = None
+        self.ready: local.RunReady | None = None
+        self.manifest: Manifest | None = None
+        self.policy: TauPolicy | None = None
+        self.fingerprint: run_files.Fingerprint = ()
+        self.up = False
+        """The trainer waits for a view, or trains in one."""
+        self.strikes: list[Strike] = []
+        """Known to this peer and not yet in the ledger."""
+        self._deaths = 0
+        self._initial_slot: Path | None = None
+
+    def connected(self, send: Callable[[object], None]) -> None:
+        """A trainer has said hello; ``send`` reaches it."""
+        self._send = send
+
+    def send(self, message: object) -> None:
+        """To the trainer, if there is one."""
+        if self._send is not None:
+            self._send(message)
+
+    def run_ready(self, ready: local.RunReady) -> None:
+        """Model, optimizer and loader exist: compare the run's settings, find or ask for a state."""
+        run = self._run
+        manifest = run.services.data.manifest(ready.dataset)
+        if manifest is None:
+            self.refuse(
+                f"data set {ready.dataset.hex()} is not known here; seed it, or join a peer that has it"
+            )
+            return
+        pairs = run_files.fingerprint(ready, manifest.name, run.options.quorum, run.options.backend)
+        stored = tuple((str(a), str(b)) for a, b in run_files.load_run(run.folder).get("fingerprint", ()))
+        difference = run_files.first_difference(stored, pairs) if stored else None
+        if difference is not None:
+            self.refuse(f"run {run.name!r}: {difference}; use the same, or another --run name")
+            return
+        self.manifest, self.ready, self.fingerprint = manifest, ready, pairs
+        self.policy = TauPolicy.from_bytes(ready.tau_policy)
+        if run.keeper.slots is None:
+            run.keeper.open(ready.parameters)
+        if run.keeper.current is not None:
+            self._ready_to_train()
+        else:
+            self._initial_slot = run.keeper.pool().take()
+            self.send(local.WriteInitial(slot_path=str(self._initial_slot)))
+
+    def initial_written(self, message: local.InitialWritten) -> None:
+        """The trainer's own initial parameters: the run's, if it is founded and this peer is first in the ring."""
+        keeper = self._run.keeper
+        if keeper.current is None and self._initial_slot and self.manifest and self.ready and self.policy:
+            counts = self.manifest.sample_counts
+            ledger = Ledger.start(self.ready.dataset, counts, self.ready.seed, self.ready.epochs)
+            keeper.found(self._initial_slot, message.digest, ledger, adacomm.start(self.policy))
+        self._ready_to_train()
+
+    def _ready_to_train(self) -> None:
+        if self._run.keeper.current is not None and not self._run.end.outcome:
+            self.up = True
+            self._run.trainer_ready()
+
+    def refuse(self, reason: str) -> None:
+        """The trainer ends with this one line; the peer leaves the run."""
+        self.send(local.TrainerRefused(reason=reason))
+        self._run.event("refused", reason=reason)
+        self._run.end.over("refused", reason)
+
+    def lost(self, reason: str, *, in_hand: bool) -> None:
+        """The trainer is gone, which somebody saw: no time-out is spent on it. ``in_hand``: perhaps of a sample."""
+        self._send = None
+        if not self.up:
+            return
+        self.up = False
+        claims = self._run.claims()
+        if in_hand and claims:
+            self._deaths += 1
+            self.strikes.append(
+                Strike(
+                    victim=f"{self._run.me.peer_id}:{self._run.services.boot}",
+                    view_epoch=self._run.stood_in,
+                    death=self._deaths,
+                    epoch=self._run.ledger().epoch,
+                    stretches=claims,
+                )
+            )
+        self._run.withdraw(reason)
+
+    def learn_strikes(self, strikes: tuple[Strike, ...]) -> None:
+        """What another peer's trainer had in hand when it died."""
+        known = {s.key for s in self.strikes}
+        fresh = [s for s in strikes if s.key not in known]
+        self.strikes += fresh[: MAX_STRIKES - len(self.strikes)]
+
+    def forget_strikes(self, counted: set[tuple[str, int, int]]) -> None:
+        """The ledger has these now."""
+        self.strikes = [s for s in self.strikes if s.key not in counted]

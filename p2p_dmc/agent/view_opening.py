@@ -1,0 +1,84 @@
+"""What a new view means on this peer: the trainer's local parameters, the assignment, who takes over what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2p_dmc.agent.state import Held
+from p2p_dmc.agent.takeovers import takeovers
+from p2p_dmc.agent.work import Work
+from p2p_dmc.core.agreement_messages import Lineage, View
+from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.wire.trainer_messages import Local, ViewStarted
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.run import Run
+
+
+def local_mode(start: Lineage, *, honoured: bool, base: Lineage | None, in_flight: Lineage | None) -> Local:
+    """What becomes of the trainer's local parameters (see ``wire.trainer_messages.Local``).
+
+    ``honoured``: the view counts this peer's claims. ``base``: the lineage that the trainer's parameters come from,
+    None for a new trainer. ``in_flight``: the round whose header this peer said; when that is the start state, the
+    round was completed by others and this peer's samples are in it.
+    """
+    if not honoured or base is None:
+        return Local.RESET
+    if start == base:
+        return Local.KEEP
+    return Local.COUNTED if start == in_flight else Local.RESET
+
+
+def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) -> ViewStarted:
+    """The trainer's word of it."""
+    return ViewStarted(
+        view_epoch=view.view_epoch,
+        view_id=view.view_id,
+        rank=view.members.index(run.me),
+        world=len(view.members),
+        next_round=view.start.lineage[1] + 1,
+        slot_path=str(held.slot),
+        digest=held.anchor_digest,
+        tau=held.tau.tau,
+        epoch=ledger.epoch,
+        local=mode,
+        backend="gloo" if run.options.backend == "auto" else run.options.backend,
+        group_timeout_ms=run.services.settings.group_timeout_ms,
+    )
+
+
+def report_view(run: Run, view: View) -> None:
+    """A view has been agreed."""
+    run.event(
+        "view",
+        view_epoch=view.view_epoch,
+        view_id=view.view_id.hex(),
+        history=view.history.hex(),
+        members=[m.peer_id for m in view.members],
+        start=list(view.start.lineage),
+        digest=view.start.digest.hex(),
+    )
+
+
+def report_opening(
+    run: Run, view: View, ledger: Ledger, work: Work, old_work: Work | None, old_view: View | None
+) -> None:
+    """The assignment, and what members that are gone leave to whom."""
+    run.event(
+        "assignment",
+        view_epoch=view.view_epoch,
+        epoch=ledger.epoch,
+        skipped=ledger.progress()[1],
+        assignment=[[[s.shard, s.lo, s.hi] for s in part] for part in work.assignment.stretches],
+    )
+    if run.desk.manifest is None or old_work is None or old_view is None:
+        return
+    for change in takeovers(old_work, old_view, work, view):
+        run.event(
+            "takeover",
+            view_epoch=view.view_epoch,
+            shard=run.desk.manifest.shard_digests[change.shard].hex(),
+            **{"from": change.from_peer, "to": change.to_peer},
+            first=change.first,
+            samples=change.samples,
+        )
