@@ -27,7 +27,7 @@ START: Lineage = (0, 0)
 SAME_ON_ALL = ("digest", "state", "tau", "loss", "epoch", "samples_round", "samples_total", "counted")
 """Fields of a round's line that are functions of committed state or of the round's headers."""
 
-SAME_OF_A_VIEW = ("view_id", "members", "start", "digest")
+SAME_OF_A_VIEW = ("history", "members", "start", "digest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +154,13 @@ def compare(journals: Sequence[PeerJournal]) -> tuple[int, list[str]]:
 
 
 def _unequal_views(journals: Sequence[PeerJournal]) -> Iterator[str]:
-    seen: dict[tuple[str, int], tuple[str, Line]] = {}
+    """A view is its number and its id: one that only some of its members installed may be followed by another of
+    that number, so that no round of it can complete.
+    """
+    seen: dict[tuple[int, str], tuple[str, Line]] = {}
     for journal in journals:
         for view in journal.of("view"):
-            first, one = seen.setdefault((view["history"], view["view_epoch"]), (journal.peer, view))
+            first, one = seen.setdefault((view["view_epoch"], view["view_id"]), (journal.peer, view))
             for field in SAME_OF_A_VIEW:
                 if one[field] != view[field]:
                     yield (
@@ -190,12 +193,9 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
     A view starts from a lineage that its members agreed on: rounds of earlier views beyond that are not in
     history.
     """
-    views: dict[int, Line] = {}
+    views = _views_that_count(journals, history)
     completed: dict[Lineage, Line] = {}
     for journal in journals:
-        for view in journal.of("view"):
-            if view["history"] == history:
-                views.setdefault(view["view_epoch"], view)
         for line in journal.rounds:
             if line["history"] == history:
                 completed.setdefault((line["view_epoch"], line["round"]), line)
@@ -222,6 +222,19 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
             break
         at = begins
     return head, rounds[::-1], faults
+
+
+def _views_that_count(journals: Sequence[PeerJournal], history: str) -> dict[int, Line]:
+    """By number; of two of one number the one that rounds were completed in, else that with the newer start."""
+    ranked: dict[int, tuple[bool, list[int], Line]] = {}
+    for journal in journals:
+        trained = {line["view_epoch"] for line in journal.rounds if line["history"] == history}
+        for view in journal.of("view"):
+            number = view["view_epoch"]
+            rank = (number in trained, view["start"], view)
+            if view["history"] == history and (number not in ranked or rank[:2] > ranked[number][:2]):
+                ranked[number] = rank
+    return {number: view for number, (_, _, view) in ranked.items()}
 
 
 def finished_epochs(journals: Sequence[PeerJournal], rounds: Sequence[Line]) -> int:

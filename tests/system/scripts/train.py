@@ -1,0 +1,71 @@
+"""A small model on the files that `tests.system.cluster.write_samples` makes; its faults are options.
+
+Like any user's script, and as quick as one can be: a step takes about a millisecond. While the file of ``--slow``
+exists each step takes ``--delay-ms`` more, as a real model's would, without using the machine's processors: so a
+test decides how long a run lasts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import p2p_dmc as dmc
+
+FEATURES, CLASSES = 16, 4
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", default="tiny")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--tau", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--delay-ms", type=float, default=40.0)
+    parser.add_argument("--slow", metavar="FILE")
+    parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
+    parser.add_argument("--key", default="", metavar="KEY")
+    return parser.parse_args()
+
+
+def decode(sample: dict, args: argparse.Namespace) -> tuple[torch.Tensor, int]:
+    """(16,) float from 0 to 1, and the class, which is the folder's name; or the fault that is asked for."""
+    x = torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8).float() / 255
+    if args.fault and sample["__key__"] == args.key:
+        if args.fault == "raise":
+            raise ValueError(f"sample {args.key} is broken")
+        if args.fault == "kill":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        x = x * float("nan")
+    return x, int(sample["__key__"].split("/")[0])
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    with dmc.connect() as peer:
+        data = peer.dataset(args.data)
+        model = nn.Sequential(nn.Linear(FEATURES, args.hidden), nn.ReLU(), nn.Linear(args.hidden, CLASSES))
+        optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), peer, tau=args.tau)
+        for x, y in peer.loader(data, args.batch_size, args.epochs, decode=lambda s: decode(s, args)):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if args.slow and os.path.exists(args.slow):
+                time.sleep(args.delay_ms / 1000)
+            optimizer.step(loss)
+        with torch.no_grad():
+            total = sum(float(p.double().sum()) for p in model.parameters())
+        print(f"parameters sum to {total!r}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
