@@ -119,7 +119,7 @@ class Agent:
         self.address = options.advertise or f"tcp://{_bracket(options.advertise_host)}:{port}"
         advertised_host = split_address(self.address)[0]
         self.control.me = Envelope(
-            peer_id=self.peer_id, boot=self.identity.boot, address=self.address, run=""
+            peer_id=self.peer_id, boot=self.identity.boot, address=self.address, run="", to=""
         )
         record = MemberRecord(
             peer_id=self.peer_id,
@@ -248,7 +248,7 @@ class Agent:
 
     def _act(self, output: Output) -> None:
         for send in output.sends:
-            self.control.send(send.address, send.message)
+            self.control.send(send.address, send.message, to=send.peer_id or "")
         for event in output.events:
             self._member_event(event)
 
@@ -316,7 +316,7 @@ class Agent:
         """Best effort to a peer that membership knows."""
         record = self.membership.get(peer_id) if self.membership is not None else None
         if record is not None and peer_id != self.peer_id:
-            self.control.send(record.address, message, run)
+            self.control.send(record.address, message, to=peer_id, run=run)
 
     def _on_control(self, envelope: Envelope, message: object, routing_id: bytes) -> None:
         if self.membership is None:

@@ -12,7 +12,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import zmq
@@ -31,12 +31,17 @@ MAX_LINKS = 1024
 @codec.message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Who sends, first frame of every control message. ``run`` is "" unless the message belongs to one run."""
+    """Who sends, first frame of every control message. ``run`` is "" unless the message belongs to one run.
+
+    ``to`` is the peer_id that the sender believes to live at the address, "" when it asks whoever is there: an address
+    that a peer of another cluster has taken over must not merge the two.
+    """
 
     peer_id: str
     boot: int
     address: str
     run: str
+    to: str
 
 
 @dataclass(slots=True)
@@ -92,7 +97,7 @@ class ControlSocket:
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._router.setsockopt(zmq.IPV6, 1)
         self.counters = Counters()
-        self.me = Envelope(peer_id="", boot=0, address="", run="")
+        self.me = Envelope(peer_id="", boot=0, address="", run="", to="")
 
     def bind(self, host: str, port: int | None) -> int:
         """Listen at ``port``, or at the default or the next free one; returns it. UserError if taken."""
@@ -116,6 +121,8 @@ class ControlSocket:
                 ):
                     raise RemoteProtocolError("the first frame is not an envelope")
                 sender = envelope.peer_id
+                if envelope.to not in ("", self.me.peer_id):
+                    raise RemoteProtocolError("meant for another peer, which lived at this address before")
                 self._on_message(envelope, codec.decode(frames[2]), frames[0])
             except RemoteProtocolError as error:
                 self.count_bad(sender, error)
@@ -125,14 +132,14 @@ class ControlSocket:
         if sender in self.counters.bad_by_sender or len(self.counters.bad_by_sender) < 1000:
             self.counters.bad_by_sender[sender] = self.counters.bad_by_sender.get(sender, 0) + 1
 
-    def send(self, address: str, message: object, run: str = "") -> None:
-        """Queue a message for ``address``; dropped and counted when the queue is full."""
+    def send(self, address: str, message: object, *, to: str, run: str = "") -> None:
+        """Queue a message for the peer ``to`` at ``address``; dropped and counted when the queue is full."""
         link = self._links.get(address) or self._open(address)
         if link is None:
             self.counters.dropped += 1
             return
         link.last_used_s = time.monotonic()
-        envelope = Envelope(peer_id=self.me.peer_id, boot=self.me.boot, address=self.me.address, run=run)
+        envelope = replace(self.me, run=run, to=to)
         frames = [codec.encode(envelope), codec.encode(message)]
         if _sent(link.socket, frames):
             self.counters.sent_bytes += sum(map(len, frames))
