@@ -2,41 +2,138 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from p2p_dmc import __version__
+from p2p_dmc.config import parse_size
 from p2p_dmc.errors import UserError
+
+EXIT_INTERRUPTED = 130
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # not generic before click 8.4
+
+
+class Size(ParamType):
+    """Bytes; the word ``auto`` too, where that is allowed."""
+
+    name = "size"
+
+    def __init__(self, auto: bool = False) -> None:
+        self._auto = auto
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if isinstance(value, int) or (self._auto and value == "auto"):
+            return value  # type: ignore[no-any-return] # an int or "auto"
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(f"{error}{', or auto' if self._auto else ''}", param, ctx)
+
+
+class Seconds(ParamType):
+    """A length of time in seconds, written 30s, 5m or 1h."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", str(value).strip())
+        if match is None or float(match[1]) <= 0:
+            self.fail(f"{value!r} is not a time; write 30s, 5m or 1h", param, ctx)
+        return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}[match[2]]
+
+
+class Address(ParamType):
+    """tcp://HOST:PORT, or several of them, comma-separated."""
+
+    name = "address"
+
+    def __init__(self, several: bool = False) -> None:
+        self._several = several
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        for part in str(value).split(",") if self._several else [str(value)]:
+            match = re.fullmatch(r"(?:tcp://)?(\[[^\]/\s]+\]|[^/\s:\[\]]+):(\d{1,5})", part.strip())
+            if match is None or int(match[2]) > 65535:
+                self.fail(f"{part.strip()!r} is not an address; write tcp://HOST:PORT", param, ctx)
+        return str(value)
+
 
 HOME = click.option(
     "--home",
     type=click.Path(path_type=Path, file_okay=False),
     default=lambda: Path.home() / ".p2p_dmc",
     show_default="~/.p2p_dmc",
-    help="Directory of this peer: identity, shards, checkpoints.",
+    help="Directory of this peer: identity, shards, checkpoints. One agent per home.",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Facts as JSON, one object a line.")
-LISTEN = click.option("--listen", metavar="tcp://HOST:PORT", help="Where to listen; default loopback, port 7400 or the next free.")
-ADVERTISE = click.option("--advertise", metavar="tcp://HOST:PORT", help="Address that other machines use for this one.")
-INSECURE = click.option("--insecure", is_flag=True, help="Listen beyond this machine, without keys (a trusted network).")
-CAPACITY = click.option("--capacity", default="100GiB", show_default=True, help="Disk space offered for shards.")
-NAME = click.option("--peer-name", default=None, help="Name of this peer, for people; default the host's.")
+JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Facts as JSON on standard output, one object a line."
+)
+LISTEN = click.option(
+    "--listen",
+    type=Address(),
+    metavar="tcp://HOST:PORT",
+    help="Where to listen; default loopback and port 7400 or the next free one. Port 0 picks a free one.",
+)
+ADVERTISE = click.option(
+    "--advertise",
+    type=Address(),
+    metavar="tcp://HOST:PORT",
+    help="Address by which other machines reach this one, where that is not the one listened at.",
+)
+INSECURE = click.option(
+    "--insecure", is_flag=True, help="Listen beyond this machine without keys: for a network that you trust."
+)
+CAPACITY = click.option(
+    "--capacity", type=Size(), default="100GiB", show_default=True, help="Disk space offered for shards."
+)
+SEED = click.argument("seed", required=False, type=Address(several=True))
 
 
 class Commands(click.Group):
     """Errors are one line on standard error; tracebacks only with --debug."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        debug = ctx.params.get("debug", False)
+        if not debug:
+            sys.excepthook = _unexpected
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(EXIT_INTERRUPTED)
         except UserError as error:
-            if ctx.params.get("debug"):
+            if debug:
                 raise
-            click.echo(f"dmc-peer: {error}", err=True)
-            ctx.exit(1)
+            fail(ctx, str(error))
+        except OSError as error:
+            if debug or error.errno == errno.EPIPE:  # nobody reads on: click ends quietly
+                raise
+            fail(ctx, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def fail(ctx: click.Context, line: str) -> None:
+    """One line, and the exit code for a failure."""
+    from p2p_dmc.observe.narrator import printable
+
+    click.echo(f"dmc-peer: {printable(' '.join(line.split()))}", err=True)
+    ctx.exit(1)
+
+
+def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What no code of ours expected; python exits with 1 after it."""
+    words = " ".join(str(error).split())
+    print(
+        f"dmc-peer: internal error: {kind.__name__}: {words}; `dmc-peer --debug` shows where", file=sys.stderr
+    )
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -44,45 +141,136 @@ class Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Tracebacks and a detailed agent.log.")
 @click.pass_context
 def main(ctx: click.Context, debug: bool) -> None:
-    """Peer-to-peer PyTorch training on machines that you own. One command per machine, no master."""
+    """Peer-to-peer PyTorch training on machines that you own. One command per machine, no master.
+
+    Exit code 0: done, 1: failed, 2: wrong usage.
+    """
     ctx.obj = {"debug": debug}
 
 
-@main.command("seed-dataset")
+@main.command("seed-dataset", short_help="Cut a folder into shards, hold and serve them.")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--name", default=None, help="Name of the data set; default the name of PATH.")
-@click.option("--mode", type=click.Choice(["file", "folder"]), default="file", show_default=True, help="Spread samples freely, or keep folders together.")
-@click.option("--depth", type=click.IntRange(1, 64), default=1, show_default=True, help="Depth of the folders that folder mode keeps together.")
-@click.option("--max-shard-size", default="auto", show_default=True, help="For example 64MiB; auto: total/256, 64 KiB to 64 MiB.")
-@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="Peers that hold each shard.")
+@click.option("--name", default=None, metavar="NAME", help="Name of the data set; default the name of PATH.")
+@click.option(
+    "--mode",
+    type=click.Choice(["file", "folder"]),
+    default="file",
+    show_default=True,
+    help="Spread samples freely over shards, or keep the samples of a folder together.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Depth of the folders that folder mode keeps together; 1 is the top level.",
+)
+@click.option(
+    "--max-shard-size",
+    type=Size(auto=True),
+    metavar="auto|SIZE",
+    default="auto",
+    show_default=True,
+    help="For example 64MiB; auto: total/256, between 64 KiB and 64 MiB.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 16),
+    default=2,
+    show_default=True,
+    help="Peers that hold each shard.",
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match; may be repeated.")
-@click.option("--order", type=click.Choice(["shuffle", "keep"]), default="shuffle", show_default=True, help="How samples are spread over shards.")
-@click.option("--stem", type=click.Choice(["last-dot", "first-dot"]), default="last-dot", show_default=True, help="Which dot ends a sample's name.")
-@click.option("--join", "seed", metavar="SEED", default=None, help="Peers to join, comma-separated.")
-@click.option("--leave-when-replicated", is_flag=True, help="Exit once every shard has its holders elsewhere.")
+@click.option(
+    "--order",
+    type=click.Choice(["shuffle", "keep"]),
+    default="shuffle",
+    show_default=True,
+    help="Spread samples over shards by a seeded shuffle, or in the order of their paths.",
+)
+@click.option(
+    "--stem",
+    type=click.Choice(["last-dot", "first-dot"]),
+    default="last-dot",
+    show_default=True,
+    help="Which dot ends the part of a file name that the files of one sample share.",
+)
+@click.option(
+    "--join",
+    "seed",
+    type=Address(several=True),
+    metavar="SEED",
+    default=None,
+    help="Peers to join: one address or several, comma-separated.",
+)
+@click.option(
+    "--leave-when-replicated", is_flag=True, help="Exit once every shard has its holders elsewhere."
+)
 @LISTEN
 @ADVERTISE
 @INSECURE
 @CAPACITY
-@NAME
+@click.option(
+    "--peer-name", metavar="NAME", default=None, help="Name of this peer, for people; default the host's."
+)
 @HOME
 @JSON
 @click.pass_context
-def seed_dataset(ctx: click.Context, path: Path, **options: Any) -> None:
-    """Cut PATH into shards, hold and serve them, and print the line that other machines run."""
+def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
+    """Cut PATH into shards, hold and serve them, and print the line that other machines run.
+
+    A sample is the files of one folder that share a stem, one field per extension. Seeding the same files again
+    gives the same shards.
+    """
     from p2p_dmc.agent import commands
 
     ctx.exit(commands.seed_dataset(path=path, debug=ctx.obj["debug"], **options))
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--run", default=None, help="Name of the run; default the script's stem.")
-@click.option("--min-peers", type=click.IntRange(1), default=1, show_default=True, help="Found the run once so many trainers are ready.")
-@click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
-@click.option("--quorum", type=click.Choice(["majority", "strict", "any"]), default="majority", show_default=True)
-@click.option("--name", default=None, help="Name of this peer, for people; default the host's.")
-@click.option("--checkpoint-every", default="1m", show_default=True, help="Write committed state so often: 30s, 5m.")
-@click.option("--on-lost", type=click.Choice(["wait", "skip"]), default="wait", show_default=True, help="Shards that no live peer holds.")
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    short_help="Train with a script, or only hold and serve shards.",
+)
+@click.option("--run", default=None, metavar="NAME", help="Name of the run; default the script's stem.")
+@click.option(
+    "--min-peers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Begin a new run once so many trainers are ready.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo", "nccl"]),
+    default="auto",
+    show_default=True,
+    help="Of torch.distributed; the same for the whole run.",
+)
+@click.option(
+    "--quorum",
+    type=click.Choice(["majority", "strict", "any"]),
+    default="majority",
+    show_default=True,
+    help="Who goes on after a split. majority: the larger part; strict: the same, and a machine seen to crash "
+    "still counts; any: every part. The same for the whole run.",
+)
+@click.option(
+    "--name", default=None, metavar="NAME", help="Name of this peer, for people; default the host's."
+)
+@click.option(
+    "--checkpoint-every",
+    type=Seconds(),
+    default="1m",
+    show_default=True,
+    help="Write committed state so often: 30s, 5m, 1h.",
+)
+@click.option(
+    "--on-lost",
+    type=click.Choice(["wait", "skip"]),
+    default="wait",
+    show_default=True,
+    help="Shards that no live peer holds: wait for them at the epoch's end, or skip their samples.",
+)
 @LISTEN
 @ADVERTISE
 @INSECURE
@@ -91,11 +279,12 @@ def seed_dataset(ctx: click.Context, path: Path, **options: Any) -> None:
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SEED] [SCRIPT [ARGS...]]")
 @click.pass_context
-def join(ctx: click.Context, words: tuple[str, ...], **options: Any) -> None:
+def join(ctx: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
     """Join the peers at SEED; train with SCRIPT, or only hold and serve shards.
 
     SEED is one address or several, comma-separated. Everything after SCRIPT belongs to the script. Without SEED a
-    home is opened again with the peers that it knew.
+    home is opened again with the peers that it knew. When an agent of this home runs already, it gets the script.
+    Ctrl-C leaves gracefully, a second one at once.
     """
     from p2p_dmc.agent import commands
 
@@ -103,7 +292,7 @@ def join(ctx: click.Context, words: tuple[str, ...], **options: Any) -> None:
 
 
 @main.command()
-@click.argument("seed", required=False)
+@SEED
 @HOME
 @JSON
 def status(seed: str | None, home: Path, as_json: bool) -> None:
@@ -114,12 +303,17 @@ def status(seed: str | None, home: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("seed", required=False)
-@click.option("--without", multiple=True, metavar="PEER", help="What would move if this peer left; may be repeated.")
+@SEED
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="PEER",
+    help="Show what would move if this peer left; may be repeated.",
+)
 @HOME
 @JSON
 def placement(seed: str | None, without: tuple[str, ...], home: Path, as_json: bool) -> None:
-    """Who should hold which shard, and who does."""
+    """Who should hold which shard, and who does, as the peer at SEED (default: this home's) sees it."""
     from p2p_dmc.observe import reports
 
     reports.placement(seed, home, without, as_json)
@@ -130,15 +324,18 @@ def placement(seed: str | None, without: tuple[str, ...], home: Path, as_json: b
 @HOME
 @JSON
 def leave(peer: str | None, home: Path, as_json: bool) -> None:
-    """Make a peer leave gracefully: this home's, or PEER (a name or the start of an id)."""
+    """Make a peer leave gracefully: this home's, or PEER, and wait until it has.
+
+    PEER is a name, an address or the start of an id, as `status` shows them.
+    """
     from p2p_dmc.observe import reports
 
     reports.leave(peer, home, as_json)
 
 
 @main.command()
-@click.argument("seed", required=False)
-@click.option("--run", default="", help="Which run, when several are under way.")
+@SEED
+@click.option("--run", default="", metavar="NAME", help="Which run, when several are under way.")
 @HOME
 @JSON
 def stop(seed: str | None, run: str, home: Path, as_json: bool) -> None:
@@ -149,14 +346,22 @@ def stop(seed: str | None, run: str, home: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--keep", type=click.Path(path_type=Path), default=None, metavar="DIR", help="Leave the peers' homes in DIR.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of data order and model.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="DIR",
+    help="Leave the peers' homes in DIR.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of data order, model, victim.")
+@click.option("--quick", is_flag=True, help="The same with fewer files and epochs.")
 @JSON
-def demo(keep: Path | None, seed: int, as_json: bool) -> None:
+@click.pass_context
+def demo(ctx: click.Context, keep: Path | None, seed: int, quick: bool, as_json: bool) -> None:
     """Four peers on this machine train on its Python library; one is killed and comes back. Checks what it shows."""
     from p2p_dmc import demo as demonstration
 
-    sys.exit(demonstration.main(keep=keep, seed=seed, as_json=as_json))
+    ctx.exit(demonstration.main(keep=keep, seed=seed, as_json=as_json, quick=quick))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a client may ask an agent: status, placement, leave, stop (DESIGN.md section 11)."""
+"""What a client may ask an agent: status, placement, leave, stop, leave-run (DESIGN.md section 11)."""
 
 from __future__ import annotations
 
@@ -7,42 +7,51 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent.datasets import storing
-from p2p_dmc.core.membership import MemberState
+from p2p_dmc.agent.waiting import waiting
+from p2p_dmc.core.membership import MemberState, Role
 from p2p_dmc.core.placement import moves, placement
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.messages import ClientReply, ClientRequest, decode_meta
+from p2p_dmc.wire.transport import normalise_address
 
 if TYPE_CHECKING:
     from p2p_dmc.agent.agent import Agent
 
+PIECE_CHARACTERS = 1 << 20
+"""Of a reply's JSON, which is ASCII: the placement of a large data set fits no single message."""
+
 
 class Requests:
-    """Answers clients. Any of them may look; only a local command may make this peer leave."""
+    """Answers clients: whoever can reach this peer may look, stop a run, or ask a peer to leave."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def handle(self, request: ClientRequest, reply: Callable[[ClientReply], None], *, local: bool) -> None:
-        """One request, one reply."""
+        """One request, one reply, in as many pieces as it takes."""
         try:
-            facts = self._facts(request, local)
+            body = json.dumps(self._facts(request, local))
         except UserError as error:
             reply(ClientReply(ok=False, body=str(error), more=False))
             return
-        reply(ClientReply(ok=True, body=json.dumps(facts), more=False))
+        pieces = [body[i : i + PIECE_CHARACTERS] for i in range(0, len(body), PIECE_CHARACTERS)]
+        for piece in pieces[:-1]:
+            reply(ClientReply(ok=True, body=piece, more=True))
+        reply(ClientReply(ok=True, body=pieces[-1], more=False))
 
     def _facts(self, request: ClientRequest, local: bool) -> dict[str, Any]:
+        first = request.arguments[0] if request.arguments else ""
         if request.command == "status":
             return self.status()
         if request.command == "placement":
             return self.placement(request.arguments)
         if request.command == "stop":
-            return self.stop(request.arguments[0] if request.arguments else "")
-        if request.command == "leave" and local:
-            self._agent.leaving.set()
-            return {"leaving": self._agent.peer_id}
+            return self.stop(first)
         if request.command == "leave":
-            return self._leave(request.arguments)
+            return self._leave(first)
+        if request.command == "leave-run" and local:
+            self._agent.jobs.leave(first, "its join was interrupted")
+            return {"run": first}
         raise UserError(f"{request.command!r:.40} is not something to ask an agent; is one of the two newer?")
 
     def status(self) -> dict[str, Any]:
@@ -59,11 +68,12 @@ class Requests:
 
     def _member(self, record: Any) -> dict[str, Any]:
         meta = decode_meta(record.meta)
+        trains = record.role is Role.TRAIN or (meta is not None and any(r.ready for r in meta.runs))
         return {
             "peer_id": record.peer_id,
             "name": record.name,
             "address": record.address,
-            "role": "train" if meta is not None and any(r.ready for r in meta.runs) else "store",
+            "role": "train" if trains else "store",
             "state": record.state.name,
             "boot": record.boot,
             "incarnation": record.incarnation,
@@ -72,25 +82,29 @@ class Requests:
     def _run(self, name: str) -> dict[str, Any]:
         run = self._agent.runs[name]
         held, view = run.keeper.current, run.view
-        last = self._agent.jobs.last_round.get(name, {})
         ledger = held.ledger if held is not None else None
+        manifest = self._agent.data.manifest(ledger.dataset_digest) if ledger is not None else None
         counted, skipped, total = ledger.progress() if ledger is not None else (0, 0, 0)
         return {
             "run": name,
             "outcome": run.end.outcome,
+            "stopping": run.end.stop_asked,
             "view_epoch": view.view_epoch if view is not None else None,
             "members": [m.peer_id for m in view.members] if view is not None else [],
+            "history": view.history.hex() if view is not None else None,
             "lineage": list(held.ref.lineage) if held is not None else None,
             "digest": held.anchor_digest.hex() if held is not None else None,
             "committed": list(run.agreement.committed_lineage) if run.agreement is not None else None,
+            "round": held.ref.lineage[1] if held is not None else None,
             "tau": held.tau.tau if held is not None else None,
-            "loss": last.get("loss"),
-            "round": last.get("round"),
+            "loss": self._agent.jobs.last_round.get(name, {}).get("loss"),
+            "dataset": ledger.dataset_digest.hex() if ledger is not None else None,
+            "dataset_name": manifest.name if manifest is not None else None,
             "epoch": ledger.epoch if ledger is not None else None,
             "epochs": ledger.epochs if ledger is not None else None,
             "epoch_progress": {"counted": counted, "skipped": skipped, "total": total},
             "samples_total": ledger.samples_total if ledger is not None else 0,
-            "waiting": run.waiting if run.training is None else "",
+            "waiting": waiting(run),
         }
 
     def _other_runs(self) -> list[dict[str, Any]]:
@@ -102,7 +116,9 @@ class Requests:
             if record.state is not MemberState.ALIVE or meta is None:
                 continue
             for run in meta.runs:
-                if run.name not in agent.runs and run.view_epoch >= found.get(run.name, {}).get("view_epoch", 0):
+                if run.name not in agent.runs and run.view_epoch >= found.get(run.name, {}).get(
+                    "view_epoch", 0
+                ):
                     found[run.name] = {"run": run.name, "view_epoch": run.view_epoch, "ask": record.address}
         return [found[name] for name in sorted(found)]
 
@@ -173,14 +189,15 @@ class Requests:
         return {"datasets": sets, "without": sorted(gone), "names": names}
 
     def peer(self, text: str) -> str:
-        """The peer_id that a person means by an id, the start of one, or a name; UserError."""
+        """The peer_id that a person means by an id, the start of one, a name or an address; UserError."""
         members = self._agent.members()
-        found = [r.peer_id for r in members if r.name == text] or [
-            r.peer_id for r in members if r.peer_id.startswith(text)
-        ]
+        address = normalise_address(text) if text.startswith("tcp://") else ""
+        found = [r.peer_id for r in members if text and (r.name == text or r.address == address)]
+        found = found or [r.peer_id for r in members if text and r.peer_id.startswith(text)]
         if len(found) != 1:
             known = ", ".join(f"{r.name} {r.peer_id[:8]}" for r in members)
-            raise UserError(f"{text!r} is {'no' if not found else 'more than one'} peer; known: {known}")
+            kind = "no" if not found else "the name of more than one"
+            raise UserError(f"{text!r} is {kind} peer; give a name or the start of an id: {known}")
         return found[0]
 
     def stop(self, name: str) -> dict[str, Any]:
@@ -188,6 +205,11 @@ class Requests:
         agent = self._agent
         going = [r for r in agent.runs.values() if not r.end.outcome and (not name or r.name == name)]
         if len(going) == 1:
+            if going[0].view is None:
+                reason = waiting(going[0]) or "its trainer starts"
+                raise UserError(
+                    f"run {going[0].name!r} has not begun here ({reason}); Ctrl-C at its join ends it"
+                )
             going[0].end.ask_stop("dmc-peer stop", tell=True)
             return {"run": going[0].name, "stopping": True}
         others = [r for r in self._other_runs() if r["view_epoch"] and (not name or r["run"] == name)]
@@ -195,14 +217,17 @@ class Requests:
         if not going and len(others) == 1:
             return {"run": others[0]["run"], "ask": others[0]["ask"]}
         if not names:
-            raise UserError(f"no run{f' {name!r}' if name else ''} is under way here; `dmc-peer status` lists them")
+            raise UserError(
+                f"no run{f' {name!r}' if name else ''} is under way here; `dmc-peer status` lists them"
+            )
         raise UserError(f"runs {', '.join(names)} are under way; choose one with --run")
 
-    def _leave(self, arguments: tuple[str, ...]) -> dict[str, Any]:
-        """From another machine: where the peer is that should leave, or do it when it is this one."""
-        peer_id = self.peer(arguments[0] if arguments else "")
+    def _leave(self, text: str) -> dict[str, Any]:
+        """Leave, if this peer is meant ("" means it); else say where the one that is meant listens."""
+        peer_id = self.peer(text) if text else self._agent.peer_id
+        record = next(r for r in self._agent.members() if r.peer_id == peer_id)
+        facts = {"peer_id": peer_id, "name": record.name, "state": record.state.name}
         if peer_id == self._agent.peer_id:
             self._agent.leaving.set()
-            return {"leaving": peer_id}
-        record = next(r for r in self._agent.members() if r.peer_id == peer_id)
-        return {"ask": record.address, "peer_id": peer_id}
+            return facts
+        return facts | {"ask": record.address}

@@ -4,43 +4,82 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.config import format_size
+from p2p_dmc.observe.narrator import Narrator, plural, printable
+from p2p_dmc.observe.output import Output
 from p2p_dmc.wire.messages import LocalLine
 
 if TYPE_CHECKING:
     from p2p_dmc.data.formats import Scan
 
-SHOW_EVERY_S = 2.0
-SHOWN_EVENTS = {"view", "takeover", "trainer_lost", "diverged", "round_failed", "refused"}
+LIVE_EVERY_S = 0.2
+LINE_EVERY_S = 5.0
+"""A round's figures in a log; a terminal's last line is replaced more often."""
+PATIENCE_S = 2.0
+"""Work that takes longer shows how far it is."""
 
 
 class Console:
-    """One command's output. With ``as_json`` standard output carries JSON lines only."""
+    """One command's output, a context manager. With ``as_json`` standard output carries JSON lines only."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self.narrator = Narrator()
+        self.output = Output()
         self._live = not as_json and sys.stderr.isatty()
         self._live_shown = False
         self._shown_s = 0.0
-        self._samples = 0
-        self._since_s = time.monotonic()
-        self._members = 0
+        self._last_round = ""
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._show_last_round()
+        self._clear()
+        self.output.close()
+
+    # -- lines ------------------------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
         """One line for the person."""
         self._clear()
-        print(line, file=sys.stderr, flush=True)
+        self._error(printable(line) + "\n")
 
     def fact(self, kind: str, **facts: Any) -> None:
         """One JSON object, with --json only."""
         if self.as_json:
-            print(json.dumps({"event": kind, **facts}), flush=True)
+            self._json({"event": kind, **facts})
+
+    def _json(self, facts: dict[str, Any]) -> None:
+        self.output.put(1, json.dumps(facts).encode() + b"\n")
+
+    def _error(self, text: str) -> None:
+        encoding = sys.stderr.encoding or "utf-8"
+        self.output.put(2, text.encode(encoding, "backslashreplace"))
+
+    def _replace_line(self, text: str) -> None:
+        """The terminal's last line, cut to its width: a wrapped line could not be taken back."""
+        width = max(20, shutil.get_terminal_size().columns - 1)
+        self._error("\r\x1b[K" + printable(text)[:width])
+        self._live_shown = True
+
+    def _clear(self) -> None:
+        if self._live_shown:
+            self._error("\r\x1b[K")
+            self._live_shown = False
+
+    # -- a script's messages ------------------------------------------------------------------------------------------
 
     def local(self, message: object) -> None:
         """A message of the agent about a submitted script."""
@@ -48,58 +87,62 @@ class Console:
             return
         if message.kind == "output":
             self._clear()
-            stream = sys.stderr if self.as_json else sys.stdout
-            stream.buffer.write(message.data)
-            stream.flush()
+            self.output.put(2 if self.as_json else 1, message.data)
         elif message.kind == "say":
-            self.say(message.data.decode())
+            self.say(message.data.decode(errors="backslashreplace"))
         else:
             line = json.loads(message.data)
             if self.as_json:
-                print(json.dumps(line), flush=True)
+                self._json(line)
             if message.kind == "round":
                 self._round(line)
             else:
                 self._event(line)
 
     def _round(self, line: dict[str, Any]) -> None:
-        self._samples += line["samples_round"]
+        for told in self.narrator.pending():
+            self.say(told)
+        self._last_round = self.narrator.round(line)
         now_s = time.monotonic()
-        if now_s - self._shown_s < (0.2 if self._live else SHOW_EVERY_S):
-            return
-        rate = self._samples / max(1e-3, now_s - self._since_s)
-        self._samples, self._since_s, self._shown_s = 0, now_s, now_s
-        loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
-        text = (
-            f"view {line['view_epoch']} round {line['round']}  peers {line['members']}  epoch {line['epoch']}  "
-            f"tau {line['tau']}  loss {loss}  {rate:,.0f} samples/s  "
-            f"sent {format_size(line['bytes_sent'])} a round"
-        )
-        if self._live:
-            sys.stderr.write("\r\x1b[K" + text)
-            sys.stderr.flush()
-            self._live_shown = True
-        else:
-            self.say(text)
+        if not self._shown_s or now_s - self._shown_s >= (LIVE_EVERY_S if self._live else LINE_EVERY_S):
+            self._shown_s = now_s
+            if self._live:
+                self._replace_line(self._last_round)
+            else:
+                self._show_last_round()
 
     def _event(self, line: dict[str, Any]) -> None:
-        if line["event"] == "view":
-            count = len(line["members"])
-            self.say(f"view {line['view_epoch']}: {count} peer{'s' * (count != 1)}")
-        elif line["event"] == "member" and line["state"] in ("DEAD", "LEFT"):
-            self.say(f"peer {line['peer_id'][:8]} ({line['name']}) is {line['state']}: {line['reason']}")
-        elif line["event"] == "diverged":
-            self.say(f"peers {', '.join(p[:8] for p in line['odd'])} hold another state at the same round")
+        if line["event"] == "run_over":
+            self._show_last_round()
+        for told in self.narrator.event(line):
+            self.say(told)
 
-    def _clear(self) -> None:
-        if self._live_shown:
-            sys.stderr.write("\r\x1b[K")
-            self._live_shown = False
+    def _show_last_round(self) -> None:
+        """The newest figures as a line that stays."""
+        if self._last_round:
+            self.say(self._last_round)
+            self._last_round = ""
+
+    # -- data ---------------------------------------------------------------------------------------------------------
 
     def scan_line(self, path: Path, found: Scan) -> str:
         """What a look at the input has found."""
-        skipped = f", {found.skipped.total} skipped" if found.skipped.total else ""
-        return f"{path}: {len(found.samples)} samples, {format_size(found.total_bytes)}{skipped}"
+        skipped = found.skipped
+        reasons = [
+            f"{count} {what}"
+            for count, what in (
+                (skipped.hidden, "hidden"),
+                (skipped.links, "links"),
+                (skipped.excluded, "not matching --include"),
+                (skipped.special, "special"),
+            )
+            if count
+        ]
+        left_out = f"; passed over: {', '.join(reasons)}" if reasons else ""
+        return (
+            f"{path}: {plural(len(found.samples), 'sample')} with fields {', '.join(found.extensions)}, "
+            f"{format_size(found.total_bytes)}{left_out}"
+        )
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
@@ -110,16 +153,15 @@ class Console:
         def show(done: int, total: int) -> None:
             nonlocal shown_s
             now_s = time.monotonic()
-            if now_s - started_s < 2.0 or now_s - shown_s < (0.2 if self._live else 2.0):
+            every_s = LIVE_EVERY_S if self._live else PATIENCE_S
+            if now_s - started_s < PATIENCE_S or now_s - shown_s < every_s:
                 return
             shown_s = now_s
             rate = done / (now_s - started_s)
             left_s = (total - done) / rate if rate else 0.0
             text = f"{what}: {format_size(done)} of {format_size(total)}, {format_size(rate)}/s, {left_s:.0f} s left"
             if self._live:
-                sys.stderr.write("\r\x1b[K" + text)
-                sys.stderr.flush()
-                self._live_shown = True
+                self._replace_line(text)
             else:
                 self.say(text)
 
