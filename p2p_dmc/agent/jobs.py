@@ -94,6 +94,7 @@ class Jobs:
             ended = await job.process.run()
             if job.trainer_id is not None:
                 self._run_of_trainer.pop(job.trainer_id, None)
+                job.trainer_id = None
             result = self._judge(job, ended, budget)
             if result is not None:
                 await self._finish(job, result)
@@ -155,6 +156,8 @@ class Jobs:
             self._agent.spawn(self._end_trainer(job, "the run is over here"))
 
     async def _end_trainer(self, job: Job, reason: str) -> None:
+        if job.trainer_id is None and job.process is not None:
+            job.process.kill()  # it is still importing: nobody hears a word yet
         job.run.to_trainer(local.TrainerStop(reason=reason))
         try:
             await asyncio.wait_for(job.ended.wait(), 8.0)
