@@ -266,7 +266,7 @@ class Run:
     def _end_training(self) -> None:
         if self.training is not None:
             self._carried_claims = self.claims()
-            self.training.release()
+            self.training.freeze()
             self.training = None
 
     def _installed(self, view: View) -> None:
@@ -330,10 +330,10 @@ class Run:
             held=held,
             ledger=ledger,
             work=work,
-            slots=self.keeper.pool(),
             policy=self.desk.policy,
             payload_spec=run_files.payload_spec(self.desk.ready.parameters),
             measured=self.measured,
+            keeper=self.keeper,
         )
         self.stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
         self._in_ledger = {s.key for p in payloads for s in p.strikes}

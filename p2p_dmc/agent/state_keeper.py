@@ -44,6 +44,7 @@ class StateKeeper:
         self._recent: dict[bytes, Held] = {}
         self._checkpointed_s = time.monotonic()
         self._writing = False
+        self._scratch: Path | None = None
 
     def open(self, parameters: Sequence[ParameterSpec]) -> None:
         """The parameters are known: make room, and load the newest checkpoint that is whole."""
@@ -70,6 +71,8 @@ class StateKeeper:
 
     def hold(self, held: Held) -> None:
         """This is the current state now. ``held.slot`` comes pinned once, for this keeper."""
+        if held.slot == self._scratch:
+            self._scratch = None  # the next candidate gets another slot
         self.current = held
         self._remember(held)
 
@@ -90,8 +93,14 @@ class StateKeeper:
             raise AssertionError("the run's parameters are not known yet")
         return self.slots
 
-    def by_digest(self, digest: bytes) -> Held | None:
-        return self._recent.get(digest)
+    def scratch(self) -> Path:
+        """The slot that the trainer writes its next candidate into. It stays the same over views
+
+        until a candidate in it is held: a write that comes late hits nothing else.
+        """
+        if self._scratch is None:
+            self._scratch = self.pool().take()
+        return self._scratch
 
     # -- other peers ------------------------------------------------------------------------------------------------
 

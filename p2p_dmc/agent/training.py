@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from p2p_dmc.agent.barrier import Barrier, BarrierResult
-from p2p_dmc.agent.state import Held, SlotPool, state_digest
+from p2p_dmc.agent.state import Held, state_digest
+from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import RoundFacts, TauPolicy
@@ -72,10 +73,10 @@ class Training:
         held: Held,
         ledger: Ledger,
         work: Work,
-        slots: SlotPool,
         policy: TauPolicy,
         payload_spec: bytes,
         measured: Measured,
+        keeper: StateKeeper,
     ) -> None:
         self.host = host
         self.view = view
@@ -83,10 +84,10 @@ class Training:
         self.ledger = ledger
         """Invariant: held.ledger, with this view's strikes until its first round is complete."""
         self.work = work
-        self.slots = slots
         self.policy = policy
         self.payload_spec = payload_spec
         self.measured = measured
+        self.keeper = keeper
         self.barrier = Barrier(view, me)
         self.me = work.me
         self.frozen = False
@@ -95,7 +96,6 @@ class Training:
         self.in_flight: tuple[int, int] | None = None
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
         self.last_samples = [0] * len(view.members)
-        self._scratch: Path | None = None
         self._reducing: BarrierResult | None = None
         self._said_at_s = 0.0
         self._lease_wanted: tuple[int, float] | None = None
@@ -148,7 +148,7 @@ class Training:
             self.measured.speed = (
                 (3 * self.measured.speed + fresh) // 4 if self.measured.speed else max(1, fresh)
             )
-        self.in_flight = (self.view.view_epoch, said.round)
+        self.in_flight = (self.view.view_epoch, said.round) if said.finite else None
         self._say(
             self._header(
                 samples=said.samples,
@@ -251,14 +251,13 @@ class Training:
     def _start_reduction(self, result: BarrierResult) -> None:
         self.measured.wait_us = int((time.monotonic() - self._said_at_s) * 1e6)
         self._reducing = result
-        self._scratch = self._scratch or self.slots.take()
         self.host.to_trainer(
             Reduce(
                 view_epoch=self.view.view_epoch,
                 round=self.barrier.round,
                 weight=result.weights[self.me],
                 divisor=sum(result.weights),
-                slot_path=str(self._scratch),
+                slot_path=str(self.keeper.scratch()),
             )
         )
 
@@ -272,18 +271,14 @@ class Training:
             return
         self.measured.comm_us = max(1, said.comm_us)
         self.measured.bytes_sent, self.measured.bytes_received = said.bytes_sent, said.bytes_received
-        if self._scratch is None:
-            raise AssertionError("a reduction without a scratch slot")
-        if self._complete(result, self._scratch, said.digest):
-            self._scratch = None
-        else:
+        if not self._complete(result, self.keeper.scratch(), said.digest):
             self.host.to_trainer(RoundRefused(view_epoch=said.view_epoch, round=said.round))
 
     def _complete_without_payload(self, result: BarrierResult) -> None:
         """Nobody has anything finite to add: the anchor stays, the strikes count, the samples come again."""
-        self.slots.pin(self.held.slot)
+        self.keeper.pool().pin(self.held.slot)
         if not self._complete(result, self.held.slot, self.held.anchor_digest):
-            self.slots.unpin(self.held.slot)
+            self.keeper.pool().unpin(self.held.slot)
 
     def _complete(self, result: BarrierResult, slot: Path, anchor_digest: bytes) -> bool:
         """Record the round unless a freeze came first. Everything before the recording is a pure function."""
@@ -382,13 +377,6 @@ class Training:
         if not self.frozen:
             self.frozen, self.frozen_s = True, time.monotonic()
         self._reducing = None
-
-    def release(self) -> None:
-        """Give back the scratch slot; a reduction may still write into it, but nobody reads it before the next one."""
-        self.freeze()
-        if self._scratch is not None:
-            self.slots.unpin(self._scratch)
-            self._scratch = None
 
 
 def facts(header: RoundHeader) -> RoundFacts:
