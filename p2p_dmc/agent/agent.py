@@ -65,6 +65,9 @@ class AgentOptions:
     seeds: tuple[str, ...] = ()
     role: Role = Role.TRAIN
     capacity_bytes: int = 100 << 30
+    stays: bool = (
+        True  # False: placement does not count on it, so that others hold everything before it leaves
+    )
     settings: AgentSettings = field(default_factory=AgentSettings)
 
 
@@ -107,6 +110,8 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._meta_dirty = False
+        self._known_before: dict[str, str] = {}
+        """Peers of this home's earlier life: asked by name, for somebody else may live at the address now."""
         self._peers_dirty_s = 0.0
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -132,7 +137,9 @@ class Agent:
             role=options.role,
             meta=encode_meta(self._meta()),
         )
-        seeds = tuple(s for s in dict.fromkeys(options.seeds or self.home.known_peers()) if s != self.address)
+        self._known_before = self.home.known_peers()
+        known = dict.fromkeys((*options.seeds, *self._known_before))
+        seeds = tuple(address for address in known if address != self.address)
         self.membership = Membership(
             record,
             seeds,
@@ -229,14 +236,14 @@ class Agent:
                 self._act(self.membership.update(now, meta=meta))
         if self._peers_dirty_s and time.monotonic() - self._peers_dirty_s > 1.0:
             self._peers_dirty_s = 0.0
-            known = [r.address for r in self.members() if r.peer_id != self.peer_id]
+            known = {r.address: r.peer_id for r in self.members() if r.peer_id != self.peer_id}
             if known:
-                self.home.remember_peers(known[:64])
+                self.home.remember_peers(dict(list(known.items())[:64]))
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def _meta(self) -> PeerMeta:
-        weight = max(1, self.options.capacity_bytes >> 30)
+        weight = max(1, self.options.capacity_bytes >> 30) if self.options.stays else 0
         return PeerMeta(weight=weight, runs=tuple(run.meta() for _, run in sorted(self.runs.items()))[-8:])
 
     def meta_changed(self) -> None:
@@ -248,7 +255,10 @@ class Agent:
 
     def _act(self, output: Output) -> None:
         for send in output.sends:
-            self.control.send(send.address, send.message, to=send.peer_id or "")
+            to = send.peer_id or ""
+            if not to and send.address not in self.options.seeds:
+                to = self._known_before.get(send.address, "")
+            self.control.send(send.address, send.message, to=to)
         for event in output.events:
             self._member_event(event)
 

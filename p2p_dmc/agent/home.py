@@ -133,16 +133,17 @@ class Home:
             return None
         return None  # the lock was free: whoever wrote agent.json is gone
 
-    def remember_peers(self, addresses: list[str]) -> None:
-        """Addresses that a later start without SEED tries."""
-        write_json(self.root / "peers.json", {"addresses": addresses})
+    def remember_peers(self, peers: dict[str, str]) -> None:
+        """Addresses that a later start tries, each with the peer_id that lived there."""
+        write_json(self.root / "peers.json", peers)
 
-    def known_peers(self) -> list[str]:
-        """Addresses of the peers that this home last knew."""
+    def known_peers(self) -> dict[str, str]:
+        """Address to peer_id of the peers that this home last knew."""
         try:
-            return [str(a) for a in json.loads((self.root / "peers.json").read_text())["addresses"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+            data = json.loads((self.root / "peers.json").read_text())
+            return {str(address): str(peer_id) for address, peer_id in data.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
 
 
 class MemoryFolder:
