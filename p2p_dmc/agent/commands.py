@@ -55,6 +55,7 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             seeds=seeds,
             role=Role.STORE,
             capacity_bytes=options["capacity"],
+            stays=not options["leave_when_replicated"],
             **network,
         )
 

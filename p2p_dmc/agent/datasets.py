@@ -48,14 +48,19 @@ class Known:
     lost_said_s: float = 0.0
 
 
-def storing(records: Iterable[MemberRecord]) -> tuple[StoringPeer, ...]:
-    """The peers that placement counts, with their weights."""
+def present(records: Iterable[MemberRecord]) -> tuple[tuple[str, int], ...]:
+    """The live peers that say what they hold: (peer_id, weight), weight 0 for one that means to leave soon."""
     peers = []
     for record in records:
         meta = decode_meta(record.meta)
         if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and meta is not None:
-            peers.append(StoringPeer(peer_id=record.peer_id, weight=max(1, meta.weight)))
+            peers.append((record.peer_id, max(0, meta.weight)))
     return tuple(peers)
+
+
+def storing(records: Iterable[MemberRecord]) -> tuple[StoringPeer, ...]:
+    """The peers that placement counts, with their weights."""
+    return tuple(StoringPeer(peer_id=p, weight=weight) for p, weight in present(records) if weight)
 
 
 class DataService:
@@ -167,16 +172,14 @@ class DataService:
         return len(self._fetching)
 
     def replicated_elsewhere(self) -> bool:
-        """Whether every shard held here has its full count of holders among the other live peers."""
-        others = [p for p in storing(self._members()) if p.peer_id != self._me]
-        if not others:
-            return False
-        for dataset, known in self._known.items():
-            wanted = min(known.manifest.replicas, len(others))
-            for holders in self.holders(dataset).values():
-                if self._me in holders and len(holders) - 1 < wanted:
-                    return False
-        return True
+        """Whether every shard held here has as many holders as are wanted among the peers that stay."""
+        staying = {p.peer_id for p in storing(self._members())} - {self._me}
+        return all(
+            len(staying.intersection(holders)) >= known.manifest.replicas
+            for dataset, known in self._known.items()
+            for holders in self.holders(dataset).values()
+            if self._me in holders
+        )
 
     def sole_copies_elsewhere(self) -> bool:
         """Whether every shard held here is also held by another live peer."""
@@ -190,7 +193,7 @@ class DataService:
 
     def members_changed(self) -> None:
         """Membership has moved: forget what the gone held, place anew, tell whoever is new."""
-        alive = {p.peer_id for p in storing(self._members())}
+        alive = {peer_id for peer_id, _ in present(self._members())}
         for known in self._known.values():
             for peer_id in [p for p in known.others if p not in alive]:
                 del known.others[peer_id]
@@ -320,12 +323,12 @@ class DataService:
         now_s = time.monotonic()
         if self._announce_wanted and now_s - self._announced_s > 0.2:
             self._announce_wanted, self._announced_s = False, now_s
-            for peer in storing(self._members()):
-                if peer.peer_id != self._me:
-                    self.tell(peer.peer_id)
+            for peer_id, _ in present(self._members()):
+                if peer_id != self._me:
+                    self.tell(peer_id)
         elif now_s - self._announced_s > self._settings.holdings_interval_ms / 1000:
             self._announced_s = now_s
-            others = [p.peer_id for p in storing(self._members()) if p.peer_id != self._me]
+            others = [peer_id for peer_id, _ in present(self._members()) if peer_id != self._me]
             if others:
                 self.tell(self._rng.choice(others))
         if now_s - self._changed_s < self._settings.reconcile_still_ms / 1000:

@@ -62,7 +62,7 @@ class RunMeta:
 class PeerMeta:
     """The application's part of a membership record."""
 
-    weight: int  # share of the placement, GiB of capacity
+    weight: int  # share of the placement, GiB of capacity; 0: it means to leave and is to hold nothing
     runs: tuple[RunMeta, ...]
 
 
