@@ -197,9 +197,8 @@ class Agent:
     async def _hand_over(self) -> None:
         """Wait, bounded, until nobody depends on this peer's copies."""
         deadline_s = time.monotonic() + self.settings.leave_grace_s
-        others = [r for r in self.members() if r.state is MemberState.ALIVE and r.peer_id != self.peer_id]
         said = False
-        while others and self.data.manifests() and not self.data.sole_copies_elsewhere():
+        while self._others_alive() and self.data.manifests() and not self.data.sole_copies_elsewhere():
             if time.monotonic() > deadline_s:
                 self.say(
                     "leaving although some shards have no other holder yet; start this home again to serve them"
@@ -211,6 +210,9 @@ class Agent:
                     f"waiting up to {self.settings.leave_grace_s:g} s for others to copy shards only this peer has"
                 )
             await asyncio.sleep(0.2)
+
+    def _others_alive(self) -> bool:
+        return any(r.state is MemberState.ALIVE and r.peer_id != self.peer_id for r in self.members())
 
     # -- time -------------------------------------------------------------------------------------------------------
 
