@@ -242,17 +242,15 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @click.option(
     "--backend",
     type=click.Choice(["auto", "gloo", "nccl"]),
-    default="auto",
-    show_default=True,
-    help="Of torch.distributed; the same for the whole run.",
+    default=None,
+    help="Of torch.distributed; the same for the whole run. Default: the run's, else auto.",
 )
 @click.option(
     "--quorum",
     type=click.Choice(["majority", "strict", "any"]),
-    default="majority",
-    show_default=True,
+    default=None,
     help="Who goes on after a split. majority: the larger part; strict: the same, and a machine seen to crash "
-    "still counts; any: every part. The same for the whole run.",
+    "still counts; any: every part. The same for the whole run. Default: the run's, else majority.",
 )
 @click.option(
     "--name", default=None, metavar="NAME", help="Name of this peer, for people; default the host's."

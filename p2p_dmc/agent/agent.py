@@ -14,12 +14,13 @@ from typing import Any
 import zmq.asyncio
 
 from p2p_dmc.agent.bulk import BulkClient, BulkServer
+from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.home import Home, MemoryFolder
 from p2p_dmc.agent.jobs import Jobs
 from p2p_dmc.agent.local_socket import LocalSocket
 from p2p_dmc.agent.requests import Requests
-from p2p_dmc.agent.run import Run, now_ms
+from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.services import Services
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.agreement_messages import Verdict

@@ -11,6 +11,7 @@ from typing import Any
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import AdoptionFailedError
+from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import Entrance, others
 from p2p_dmc.agent.group_values import GroupValues
 from p2p_dmc.agent.member_desk import MemberDesk
@@ -52,11 +53,6 @@ log = logging.getLogger("p2p_dmc.run")
 NO_PROMISES = Promises()
 STUCK_S = 1.0
 """An attempt that has not led to a view for so long may need peers that have come since."""
-
-
-def now_ms() -> int:
-    """The cores' clock."""
-    return time.monotonic_ns() // 1_000_000
 
 
 class Run:
@@ -169,7 +165,7 @@ class Run:
         if self.agreement is None and held is not None:
             self.agreement = Agreement(
                 me=self.me,
-                quorum=Quorum[self.options.quorum.upper()],
+                quorum=Quorum[self.desk.quorum.upper()],
                 promises=self._promises,
                 completed=held.ref,
                 payload=self._payload,
@@ -450,6 +446,8 @@ class Run:
             ready=self.desk.up and not self.end.outcome,
             fingerprint=run_files.fingerprint_digest(self.desk.fingerprint) if self.desk.fingerprint else b"",
             samples=held.ledger.samples_total if held is not None and committed else 0,
+            quorum=self.desk.quorum,
+            backend=self.desk.backend,
         )
 
     def tick(self) -> None:

@@ -22,8 +22,8 @@ Fingerprint = tuple[tuple[str, str], ...]
 class RunOptions:
     """What the user may set for a run at `join`."""
 
-    quorum: str = "majority"
-    backend: str = "auto"
+    quorum: str = ""  # "": the run's, else majority
+    backend: str = ""
     min_peers: int = 1
     checkpoint_every_s: float = 60.0
     on_lost: str = "wait"

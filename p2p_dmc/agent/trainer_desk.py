@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
+from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.work import Strike
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
@@ -30,6 +31,7 @@ class TrainerDesk:
         self.manifest: Manifest | None = None
         self.policy: TauPolicy | None = None
         self.fingerprint: run_files.Fingerprint = ()
+        self.quorum, self.backend = "", ""
         self.up = False
         """The trainer waits for a view, or trains in one."""
         self.strikes: list[Strike] = []
@@ -55,8 +57,9 @@ class TrainerDesk:
                 f"data set {ready.dataset.hex()} is not known here; seed it, or join a peer that has it"
             )
             return
-        pairs = run_files.fingerprint(ready, manifest.name, run.options.quorum, run.options.backend)
         stored = tuple((str(a), str(b)) for a, b in run_files.load_run(run.folder).get("fingerprint", ()))
+        self._settle(dict(stored))
+        pairs = run_files.fingerprint(ready, manifest.name, self.quorum, self.backend)
         difference = run_files.first_difference(stored, pairs) if stored else None
         if difference is not None:
             self.refuse(f"run {run.name!r}: {difference}; use the same, or another --run name")
@@ -70,6 +73,18 @@ class TrainerDesk:
         else:
             self._initial_slot = run.keeper.pool().take()
             self.send(local.WriteInitial(slot_path=str(self._initial_slot)))
+
+    def _settle(self, stored: dict[str, str]) -> None:
+        """Settings that the command left open are the run's: as this home knows it, or as others say."""
+        run = self._run
+        metas = [p.meta for p in others(run.services, run.name) if p.meta.history]
+        said = metas[0] if metas else None
+        self.quorum = (
+            run.options.quorum or stored.get("quorum") or (said.quorum if said else "") or "majority"
+        )
+        self.backend = (
+            run.options.backend or stored.get("backend") or (said.backend if said else "") or "auto"
+        )
 
     def initial_written(self, message: local.InitialWritten) -> None:
         """The trainer's own initial parameters: the run's, if it is founded and this peer is first in the ring."""

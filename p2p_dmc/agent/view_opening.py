@@ -42,7 +42,7 @@ def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) 
         tau=held.tau.tau,
         epoch=ledger.epoch,
         local=mode,
-        backend="gloo" if run.options.backend == "auto" else run.options.backend,
+        backend="gloo" if run.desk.backend == "auto" else run.desk.backend,
         group_timeout_ms=run.services.settings.group_timeout_ms,
     )
 

@@ -56,6 +56,8 @@ class RunMeta:
     ready: bool  # a trainer waits or trains
     fingerprint: bytes  # 8 bytes; b"" before the trainer has said what it trains
     samples: int  # committed, to tell two histories apart
+    quorum: str  # the run's, for peers whose command names none; "" before it is settled
+    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +261,7 @@ class SubmitScript:
     run: str
     script: str
     arguments: tuple[str, ...]
-    quorum: str
+    quorum: str  # "": the run's, else the default
     backend: str
     min_peers: int
     checkpoint_every_s: float
