@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from p2p_dmc.errors import RunStopped, UserError
     from p2p_dmc.train.optimizer import AdaComm, Optimizer
-    from p2p_dmc.train.session import Peer, connect
+    from p2p_dmc.train.session import Peer, connect, join
 
 __version__ = "0.1.0"
-__all__ = ["AdaComm", "Optimizer", "Peer", "RunStopped", "UserError", "connect"]
+__all__ = ["AdaComm", "Optimizer", "Peer", "RunStopped", "UserError", "connect", "join"]
 
 _HOMES = {
     "AdaComm": "p2p_dmc.train.optimizer",
@@ -34,6 +34,7 @@ _HOMES = {
     "RunStopped": "p2p_dmc.errors",
     "UserError": "p2p_dmc.errors",
     "connect": "p2p_dmc.train.session",
+    "join": "p2p_dmc.train.session",
 }
 
 

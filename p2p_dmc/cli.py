@@ -275,6 +275,7 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @CAPACITY
 @HOME
 @JSON
+@click.option("--attach", type=click.IntRange(1), default=None, metavar="PID", hidden=True)  # dmc.join() uses it
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SEED] [SCRIPT [ARGS...]]")
 @click.pass_context
 def join(ctx: click.Context, /, words: tuple[str, ...], **options: Any) -> None:

@@ -177,7 +177,7 @@ def join(*, words: tuple[str, ...], debug: bool, as_json: bool, **options: Any) 
     seed, script, arguments = split_words(words)
     home = Home(options["home"])
     seeds = _seeds(seed)
-    job = _submission(script, arguments, seeds, options) if script else None
+    job = _submission(script or "", arguments, seeds, options) if script or options["attach"] else None
     with Console(as_json) as console:
         running = home.running_agent()
         if running is not None and job is not None:
@@ -326,6 +326,7 @@ def _submission(
         checkpoint_every_s=options["checkpoint_every"],
         on_lost=options["on_lost"],
         seeds=seeds,
+        attach=options["attach"] or 0,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_end import LINGER_S
-from p2p_dmc.agent.supervisor import RestartBudget, TrainerExit, TrainerProcess
+from p2p_dmc.agent.supervisor import AttachedTrainer, RestartBudget, TrainerExit, TrainerProcess
 from p2p_dmc.agent.waiting import say_waiting
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import trainer_messages as local
@@ -32,11 +32,17 @@ class Job:
     submit: SubmitScript
     run: Run
     tell: Callable[[object], None]
-    process: TrainerProcess | None = None
+    process: TrainerProcess | AttachedTrainer | None = None
     trainer_id: bytes | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     result: SubmitEnded | None = None
     stopping: bool = False
+
+    def closed(self) -> None:
+        """The trainer has closed its session; a process that goes on has no more to do with this job."""
+        if isinstance(self.process, AttachedTrainer):
+            self.process.kill()
+
     elsewhere: bool = False
     """Whoever waits for it is another process than the agent's, and does not see what the agent says."""
 
@@ -83,13 +89,17 @@ class Jobs:
             self._agent.settings.trainer_restarts, self._agent.settings.trainer_restart_window_s
         )
         while True:
-            job.process = TrainerProcess(
-                run=job.submit.run,
-                script=job.submit.script,
-                arguments=job.submit.arguments,
-                endpoint=self._agent.endpoint,
-                log_path=self._agent.home.root / "trainer.log",
-                on_output=lambda data: job.tell(LocalLine(kind="output", data=data)),
+            job.process = (
+                AttachedTrainer(job.submit.attach)
+                if job.submit.attach
+                else TrainerProcess(
+                    run=job.submit.run,
+                    script=job.submit.script,
+                    arguments=job.submit.arguments,
+                    endpoint=self._agent.endpoint,
+                    log_path=self._agent.home.root / "trainer.log",
+                    on_output=lambda data: job.tell(LocalLine(kind="output", data=data)),
+                )
             )
             ended = await job.process.run()
             if job.trainer_id is not None:
@@ -128,7 +138,7 @@ class Jobs:
             run.end.over("failed", ended.last_line)
             return SubmitEnded(code=1, line=f"{job.submit.script} failed: {ended.last_line}")
         run.desk.lost(f"killed by {ended.signal_name}", in_hand=True)
-        if budget.take():
+        if not job.submit.attach and budget.take():
             self._agent.say(
                 f"trainer of run {run.name!r} was killed by {ended.signal_name}; it is started again"
             )
@@ -209,7 +219,10 @@ class Jobs:
             job = self._jobs.get(self._run_of_trainer.get(routing_id, ""))
             if job is None or job.trainer_id != routing_id:
                 raise RemoteProtocolError("a message of no trainer of this agent")
-            job.run.trainer_message(message)
+            if isinstance(message, local.TrainerBye):
+                job.closed()
+            else:
+                job.run.trainer_message(message)
 
     def _submitted(self, routing_id: bytes, submit: SubmitScript) -> None:
         def tell(message: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2p_dmc.wire.trainer_messages import ENV_AGENT, ENV_LIFELINE, ENV_RUN
+
+ATTACHED_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,31 @@ class TrainerProcess:
         """End it at once, if it still runs."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
+
+
+class AttachedTrainer:
+    """A trainer in a process that this agent did not start (a notebook): watched, never killed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid: int | None = pid
+        self._closed = asyncio.Event()
+
+    async def run(self) -> TrainerExit:
+        """Until its session is closed or its process is gone."""
+        while self.pid is not None and not self._closed.is_set():
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return TrainerExit(
+                    code=-signal.SIGKILL, signal_name="SIGKILL", last_line="its process is gone"
+                )
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), ATTACHED_LOOK_S)
+        return TrainerExit(code=0, signal_name="", last_line="")
+
+    def kill(self) -> None:
+        """The session is over as far as this agent goes; the process is the user's."""
+        self._closed.set()
 
 
 class RestartBudget:

@@ -436,7 +436,8 @@ class AgreementMachine:
     def _on_propose_standing(self, word: Propose, view: View) -> None:
         voter = word.sender in view.members
         mine = self._word
-        if word.n > view.view_epoch and word.installed:
+        inside = self.me.peer_id in word.members
+        if word.installed and (word.n > view.view_epoch or (word.n == view.view_epoch and not inside)):
             self._leave(word)
         elif word.n > view.view_epoch and voter:
             self._follow(word)
@@ -497,7 +498,7 @@ class AgreementMachine:
         view = self.view
         if view is not None and message.view_epoch == view.view_epoch and message.sender in view.members:
             self._causes[message.sender] = self._now
-        elif view is not None and message.view_epoch < view.view_epoch and self._word is not None:
+        elif view is not None and message.view_epoch <= view.view_epoch and self._word is not None:
             self._send(message.sender.peer_id, self._word)
 
     def _on_surpassed(self, message: Surpassed) -> None:

@@ -71,6 +71,10 @@ class AgentLink:
         except queue.Empty:
             return None
 
+    def fail(self, reason: str) -> None:
+        """The agent is gone: the main thread hears of it when it next waits. For any thread."""
+        self._inbox.put(LinkFailed(reason))
+
     def close(self) -> None:
         """Send what is queued and end the thread; what is sent later goes nowhere."""
         self._closing = True

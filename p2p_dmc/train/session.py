@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import queue
+import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +41,48 @@ def connect(environment: Mapping[str, str] = os.environ) -> Peer:
         raise UserError(f"{tm.ENV_AGENT} is not set: start this script with `dmc-peer join SEED SCRIPT`")
     lifeline = environment.get(tm.ENV_LIFELINE)
     return Peer(endpoint, run, int(lifeline) if lifeline else None)
+
+
+def join(
+    seed: str,
+    *,
+    run: str,
+    home: str | Path | None = None,
+    name: str | None = None,
+    insecure: bool = False,
+    options: Sequence[str] = (),
+) -> Peer:
+    """Join the peers at ``seed`` from a process that runs already, a notebook say.
+
+    Starts an agent for ``home`` (default ``~/.p2p_dmc``), which lives until the session is closed or this process
+    ends. ``run`` names the run, ``options`` are more options of ``dmc-peer join``. UserError when the agent cannot
+    start; what it says stands in ``agent.log`` and on this process's standard error.
+    """
+    folder = Path(home if home is not None else Path.home() / ".p2p_dmc").expanduser().absolute()
+    command = [sys.executable, "-m", "p2p_dmc.cli", "join", "--home", str(folder), "--run", run]
+    command += ["--attach", str(os.getpid())]
+    command += (["--name", name] if name else []) + (["--insecure"] if insecure else [])
+    agent = subprocess.Popen([*command, *options, seed], stdin=subprocess.DEVNULL, start_new_session=True)
+    endpoint = _endpoint_of(agent, folder)
+    peer = Peer(endpoint, run, None)
+    threading.Thread(target=peer.watch, args=(agent,), name="dmc-agent-watch", daemon=True).start()
+    return peer
+
+
+def _endpoint_of(agent: subprocess.Popen[bytes], folder: Path) -> str:
+    """Where the agent that was just started listens for its trainer; UserError when it ended or took too long."""
+    deadline = time.monotonic() + WELCOME_TIMEOUT_S
+    while time.monotonic() < deadline and agent.poll() is None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            facts = json.loads((folder / "agent.json").read_text())
+            if facts["pid"] == agent.pid:
+                return str(facts["endpoint"])
+        time.sleep(0.02)
+    agent.kill()
+    agent.wait()
+    raise UserError(
+        f"the agent for {folder} did not start; its last line stands above and in agent.log there"
+    )
 
 
 class Peer:
@@ -103,6 +150,7 @@ class Peer:
 
     def close(self) -> None:
         """End the session with the agent."""
+        self._send(tm.TrainerBye())
         self._groups.close()
         self._link.close()
 
@@ -120,6 +168,11 @@ class Peer:
                 "a second dmc.Optimizer: a run has one, give it all parameters (several groups are fine)"
             )
         self._optimizer = optimizer
+
+    def watch(self, agent: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of an agent that this process started; a main thread that needs it is told."""
+        agent.wait()
+        self._link.fail(f"the agent ended (exit code {agent.returncode}); see agent.log in its home")
 
     def _send(self, message: Any) -> None:
         self._link.send(message)

@@ -267,6 +267,7 @@ class SubmitScript:
     checkpoint_every_s: float
     on_lost: str
     seeds: tuple[str, ...]
+    attach: int  # process id of a trainer that runs already (a notebook); 0: start the script
 
 
 @message

@@ -47,6 +47,12 @@ class TrainerHello:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerBye:
+    """The script closes its session; its process may go on (a notebook)."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRequest:
     """The script wants this data set; answered by DatasetReady once its manifest and a first shard are here."""
 
