@@ -257,13 +257,13 @@ class Cluster:
         options: Sequence[str] = (),
         script: Path = SCRIPT,
     ) -> Peer:
-        """`dmc-peer join SEED SCRIPT`; does not wait for anything."""
+        """`dmc-peer join SEED SCRIPT`; does not wait for anything. ``seed`` "": none is named."""
         peer = self.peer(name)
-        known_as = seed if isinstance(seed, str) else seed.address
+        known_as = [a for a in [seed if isinstance(seed, str) else seed.address] if a]
         command = ["join", "--home", str(peer.home), "--name", name]
         if peer is not seed and "--listen" not in options:
             command += ["--listen", ANY_PORT]
-        peer.start([*command, *options, known_as, str(script), *script_arguments])
+        peer.start([*command, *options, *known_as, str(script), *script_arguments])
         return peer
 
     def restart(self, peer: Peer) -> None:

@@ -6,76 +6,23 @@ sample counted exactly once and all have the same model.
 
 from __future__ import annotations
 
-import statistics
+import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
-from tests.system.checks import check_finished
+from p2p_dmc.agent.client import ask
 from tests.system.cluster import Cluster, Peer
+from tests.system.scenario import (
+    NAMES,
+    SILENCE_S,
+    arguments,
+    finish,
+    go_on_without,
+    start,
+    train_together,
+)
 
-EPOCHS = 30
-NAMES = ("a", "b", "c", "d")
-RECOVERY_S = 3.0
-SILENCE_S = 8.0
-"""After SIGSTOP suspicion takes its time."""
-
-
-def start(cluster: Cluster, seed: Peer, names: Sequence[str], *options: str) -> list[Peer]:
-    """Joins that train slowly, until all of them have done some rounds together."""
-    arguments = ["--epochs", str(EPOCHS), "--slow", str(cluster.slow)]
-    options = ("--min-peers", str(len(names)), *options)
-    peers = [cluster.join(name, seed, *arguments, options=options) for name in names]
-    for peer in peers:
-        if peer is not seed:
-            cluster.listening(peer)
-    cluster.wait(
-        lambda: all(p.events("view") and len(p.view["members"]) == len(names) for p in peers),
-        f"a view of {', '.join(names)}",
-        60.0,
-    )
-    cluster.rounds(peers, 3)
-    return peers
-
-
-def round_s(peers: Sequence[Peer]) -> float:
-    """How long a round usually takes, from one line to the next."""
-    times = [line["time"] for line in peers[0].rounds()]
-    return statistics.median(two - one for one, two in pairwise(times))
-
-
-def go_on_without(
-    cluster: Cluster, survivors: Sequence[Peer], victim: str, when: float, limit_s: float = RECOVERY_S
-) -> None:
-    """The survivors notice, install a view without the victim (a peer_id), and complete a round in it in time."""
-    allowed_s = limit_s + round_s(survivors)
-
-    def recovered(peer: Peer) -> float:
-        views = [v for v in peer.events("view") if v["time"] >= when and victim not in v["members"]]
-        return next((r["time"] for v in views for r in peer.rounds(v["time"])), 0.0)
-
-    cluster.wait(lambda: all(map(recovered, survivors)), "survivors complete a round without the victim", 20)
-    for peer in survivors:
-        took_s = recovered(peer) - when
-        assert took_s < allowed_s, f"{peer.name} took {took_s:.1f} s of {allowed_s:.1f} s\n{cluster.report()}"
-
-
-def back_again(cluster: Cluster, peers: Sequence[Peer], peer_id: str, after: float) -> None:
-    """A newer view has this peer, and all complete a round in it."""
-
-    def together(peer: Peer) -> bool:
-        views = [v for v in peer.events("view") if v["time"] > after and peer_id in v["members"]]
-        return any(r["view_epoch"] == v["view_epoch"] for v in views for r in peer.rounds(v["time"]))
-
-    cluster.wait(lambda: all(map(together, peers)), f"{peer_id} trains with the others again", 60)
-
-
-def finish(cluster: Cluster, peers: Sequence[Peer]) -> None:
-    """Let it end, and look at everything that anybody wrote down."""
-    cluster.hurry()
-    cluster.ended(peers)
-    others = [p.home for p in cluster.peers if p not in peers]
-    check_finished([p.home for p in peers], others, epochs=EPOCHS)
+STOPPED_S = 6.0
 
 
 def test_the_first_of_four_is_killed_and_comes_back(cluster: Cluster, data: Path) -> None:
@@ -90,7 +37,7 @@ def test_the_first_of_four_is_killed_and_comes_back(cluster: Cluster, data: Path
         assert peer.events("member", peer_id=first, state="DEAD"), f"{peer.name} did not notice"
     assert any(p.events("takeover", **{"from": first}) for p in survivors), "nobody took anything over"
     cluster.restart(victim)
-    back_again(cluster, peers, first, when)
+    train_together(cluster, peers, after=when)
     finish(cluster, peers)
 
 
@@ -98,13 +45,91 @@ def test_the_seeding_peer_is_killed(cluster: Cluster, data: Path) -> None:
     """The peer that brought the data trains too; every shard has another holder, so nothing is lost with it."""
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, ("seed", "b", "c"))
-    cluster.wait(lambda: fully_replicated(peers[1:]), "every shard has a holder besides the seeding peer")
+    cluster.wait(lambda: hold_everything(peers[1:]), "every shard has a holder besides the seeding peer")
     when = seed.kill_tree()
     go_on_without(cluster, peers[1:], seed.peer_id, when)
+    assert all(p.events("member", peer_id=seed.peer_id, state="DEAD") for p in peers[1:])
     finish(cluster, peers[1:])
 
 
-def fully_replicated(peers: Sequence[Peer]) -> bool:
+def hold_everything(peers: Sequence[Peer]) -> bool:
     """Whether these peers together have all shards on disk."""
     held = {path.name for p in peers for path in p.home.glob("store/*/shards/*.tar")}
-    return len(held) == len({path.name for path in peers[0].home.parent.glob("seed/store/*/shards/*.tar")})
+    seeded = {path.name for path in peers[0].home.parent.glob("seed/store/*/shards/*.tar")}
+    return held == seeded
+
+
+def test_a_trainer_is_killed_then_a_peer_falls_silent(cluster: Cluster, data: Path) -> None:
+    seed = cluster.seed(data, "--name", "tiny")
+    peers = start(cluster, seed, NAMES[:3])
+    a, b, c = peers
+    when = a.kill_trainer()
+    go_on_without(cluster, [b, c], a.peer_id, when)
+    assert all(p.events("trainer_lost", peer_id=a.peer_id) for p in (b, c)), "its agent said nothing"
+    assert not any(p.events("member", peer_id=a.peer_id, state="DEAD") for p in (b, c)), "its agent lives"
+    train_together(cluster, peers, after=when)
+    assert len(a.events("trainer_exit", signal="SIGKILL")) == 1
+
+    when = b.stop()
+    go_on_without(cluster, [a, c], b.peer_id, when, limit_s=SILENCE_S)
+    assert all(p.events("member", peer_id=b.peer_id, state="DEAD") for p in (a, c)), "nobody suspected it"
+    cluster.wait(lambda: time.time() > when + STOPPED_S, f"{STOPPED_S:g} s have passed")
+    b.go_on()
+    train_together(cluster, peers, after=when)
+    finish(cluster, peers)
+
+
+def test_all_are_killed_then_all_are_stopped(cluster: Cluster, data: Path) -> None:
+    """They resume from a checkpoint after a power cut, and from the agreed one after `dmc-peer stop`."""
+    seed = cluster.seed(data, "--name", "tiny")
+    peers = start(cluster, seed, NAMES[:3], "--checkpoint-every", "1s")
+    cluster.wait(lambda: all(p.events("checkpoint") for p in peers), "everybody has a checkpoint")
+    when = max([p.kill_tree() for p in peers])
+    for peer in peers:
+        cluster.restart(peer)
+    train_together(cluster, peers, after=when)
+    resumed = next(v for v in peers[0].events("view") if v["time"] > when)
+    assert resumed["start"] > [0, 0], f"it began anew: {resumed}"
+
+    assert ask([peers[1].address], "stop")["stopping"]
+    cluster.ended(peers)
+    ends = [p.events("run_over")[-1] for p in peers]
+    assert [e["outcome"] for e in ends] == ["stopped"] * 3
+    checkpoints = {tuple(p.events("checkpoint")[-1]["lineage"]) for p in peers}
+    assert len(checkpoints) == 1, f"they stopped at different rounds: {checkpoints}"
+    when = ends[0]["time"]
+    for peer in peers:
+        cluster.restart(peer)
+    train_together(cluster, peers, after=when)
+    assert tuple(next(v for v in peers[0].events("view") if v["time"] > when)["start"]) in checkpoints
+    finish(cluster, peers)
+
+
+def test_one_of_two_is_interrupted_then_killed(cluster: Cluster, data: Path) -> None:
+    seed = cluster.seed(data, "--name", "tiny")
+    peers = start(cluster, seed, NAMES[:2])
+    a, b = peers
+    when = time.time()
+    b.interrupt()
+    cluster.ended([b], code=0)
+    assert b.events("left") and "leaving" in b.said()
+    go_on_without(cluster, [a], b.peer_id, when)
+    assert a.events("member", peer_id=b.peer_id, state="LEFT"), "it left without a word"
+    cluster.restart(b)
+    train_together(cluster, peers, after=when)
+    when = b.kill_tree()
+    go_on_without(cluster, [a], b.peer_id, when)
+    assert a.events("member", peer_id=b.peer_id, state="DEAD")
+    finish(cluster, [a])
+
+
+def test_a_peer_alone_is_killed_and_goes_on_from_its_home(cluster: Cluster, data: Path) -> None:
+    """The home of the seeding peer has everything: it is reopened without a seed's address."""
+    seed = cluster.seed(data, "--name", "tiny")
+    start(cluster, seed, ["seed"], "--checkpoint-every", "1s")
+    cluster.wait(lambda: seed.events("checkpoint"), "a checkpoint")
+    when = seed.kill_tree()
+    cluster.join("seed", "", *arguments(cluster), options=["--listen", "tcp://127.0.0.1:0"])
+    train_together(cluster, [seed], after=when)
+    assert seed.view["start"] > [0, 0], f"it began anew: {seed.view}"
+    finish(cluster, [seed])
