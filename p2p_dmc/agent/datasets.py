@@ -120,6 +120,10 @@ class DataService:
         self._replace(known)
         self._announce_wanted = True
 
+    def forget(self, dataset: bytes) -> None:
+        """Speak of a data set no more; what is on disk stays."""
+        self._known.pop(dataset, None)
+
     def held(self, dataset: bytes) -> frozenset[int]:
         return self.store.holdings(dataset) if dataset in self._known else frozenset()
 
