@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -49,6 +50,7 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
         _log_to(home, debug)
         seeds = _seeds(options["seed"])
         manifest, is_new = _shard(home, path, options, console)
+        is_newcomer = bool(seeds or home.known_peers())
         agent_options = AgentOptions(
             home=home.root,
             name=options["peer_name"] or socket.gethostname(),
@@ -63,7 +65,7 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             agent.data.add(manifest)
             _print_seeding(agent, manifest, console, options["insecure"])
             agent.spawn(_say_contact(agent, seeds, console))
-            return await _serve(agent, options["leave_when_replicated"], console)
+            return await _serve(agent, manifest, options["leave_when_replicated"], is_newcomer, console)
 
         try:
             _refuse_taken_name(manifest, seeds)
@@ -154,15 +156,18 @@ def _print_seeding(agent: Agent, manifest: Manifest, console: Console, insecure:
     console.say(f"serving at {agent.address}; on each machine that trains, run:\n\n    {line}\n")
 
 
-async def _serve(agent: Agent, leave_when_replicated: bool, console: Console) -> int:
+async def _serve(
+    agent: Agent, manifest: Manifest, leave_when_replicated: bool, is_newcomer: bool, console: Console
+) -> int:
     """Until somebody ends it, every shard is elsewhere (if that is wanted), or the name turns out to be taken."""
     loop = asyncio.get_running_loop()
     contact_s = None
     while not (leave_when_replicated and agent.data.replicated_elsewhere()):
         if contact_s is None and agent.membership is not None and agent.membership.seed_contacted:
             contact_s = loop.time()
-        newcomer = contact_s is not None and loop.time() - contact_s < CLASH_WINDOW_S
-        if agent.data.conflict and newcomer and (agent.options.seeds or agent.home.known_peers()):
+        has_just_come = is_newcomer and contact_s is not None and loop.time() - contact_s < CLASH_WINDOW_S
+        if agent.data.conflict and has_just_come:
+            agent.data.forget(manifest.digest)  # nobody takes it under this name: leaving waits for no copies
             raise NameTakenError(agent.data.conflict)
         await asyncio.sleep(0.2)
     console.say("every shard has its holders elsewhere; leaving")
@@ -324,7 +329,7 @@ def _submission(
         backend=options["backend"] or "",
         min_peers=options["min_peers"],
         checkpoint_every_s=options["checkpoint_every"],
-        on_lost=options["on_lost"],
+        on_lost=options["on_lost"] or "",
         seeds=seeds,
         attach=options["attach"] or 0,
     )
@@ -372,11 +377,18 @@ def _locked(home: Home) -> Iterator[None]:
             f"an agent of {home.root} runs at {running['address']}; give it a script with `join SCRIPT`, end it "
             f"with `dmc-peer leave --home {home.root}`, or use another --home"
         )
-    home.lock()
     try:
-        yield
-    finally:
-        home.unlock()
+        home.lock()
+        try:
+            yield
+        finally:
+            home.unlock()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        raise UserError(
+            f"{error.filename or home.root}: {error.strerror}; make room or mend it, or use another --home"
+        ) from error
 
 
 def _log_to(home: Home, debug: bool) -> None:
