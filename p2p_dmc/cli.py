@@ -265,9 +265,9 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @click.option(
     "--on-lost",
     type=click.Choice(["wait", "skip"]),
-    default="wait",
-    show_default=True,
-    help="Shards that no live peer holds: wait for them at the epoch's end, or skip their samples.",
+    default=None,
+    help="Shards that no live peer holds: wait for them at the epoch's end, or skip their samples. The same for "
+    "the whole run. Default: the run's, else wait.",
 )
 @LISTEN
 @ADVERTISE
@@ -275,7 +275,9 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @CAPACITY
 @HOME
 @JSON
-@click.option("--attach", type=click.IntRange(1), default=None, metavar="PID", hidden=True)  # dmc.join() uses it
+@click.option(
+    "--attach", type=click.IntRange(1), default=None, metavar="PID", hidden=True
+)  # dmc.join() uses it
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SEED] [SCRIPT [ARGS...]]")
 @click.pass_context
 def join(ctx: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
@@ -352,7 +354,9 @@ def stop(seed: str | None, run: str, home: Path, as_json: bool) -> None:
     metavar="DIR",
     help="Leave the peers' homes in DIR.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of data order, model, victim.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of data order, model, victim."
+)
 @click.option("--quick", is_flag=True, help="The same with fewer files and epochs.")
 @JSON
 @click.pass_context

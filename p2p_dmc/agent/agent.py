@@ -16,6 +16,7 @@ import zmq.asyncio
 from p2p_dmc.agent.bulk import BulkClient, BulkServer
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.datasets import DataService
+from p2p_dmc.agent.entering import run_meta
 from p2p_dmc.agent.home import Home, MemoryFolder
 from p2p_dmc.agent.jobs import Jobs
 from p2p_dmc.agent.local_socket import LocalSocket
@@ -247,7 +248,7 @@ class Agent:
 
     def _meta(self) -> PeerMeta:
         weight = max(1, self.options.capacity_bytes >> 30) if self.options.stays else 0
-        return PeerMeta(weight=weight, runs=tuple(run.meta() for _, run in sorted(self.runs.items()))[-8:])
+        return PeerMeta(weight=weight, runs=tuple(run_meta(run) for _, run in sorted(self.runs.items()))[-8:])
 
     def meta_changed(self) -> None:
         """What this peer says of itself is stale; told at the next tick, or at once when a view opens."""

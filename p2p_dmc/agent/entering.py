@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from p2p_dmc.agent import run_files
 from p2p_dmc.agent.services import Services
 from p2p_dmc.core.membership import MemberState
 from p2p_dmc.wire.messages import RunMeta, decode_meta
+
+if TYPE_CHECKING:
+    from p2p_dmc.agent.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,25 @@ def others(services: Services, run: str) -> tuple[OtherPeer, ...]:
             if run_meta.name == run:
                 found.append(OtherPeer(peer_id=record.peer_id, meta=run_meta))
     return tuple(found)
+
+
+def run_meta(run: Run) -> RunMeta:
+    """What this peer says of a run to everybody, for the others' decisions of this kind."""
+    held, training, desk = run.keeper.current, run.training, run.desk
+    standing = training is not None and not run.end.outcome
+    committed = held is not None and held.ref.lineage > (0, 0)
+    return RunMeta(
+        name=run.name,
+        boot=run.me.boot,
+        history=run.history,
+        view_epoch=training.view.view_epoch if standing and training is not None else 0,
+        ready=desk.up and not run.end.outcome,
+        fingerprint=run_files.fingerprint_digest(desk.fingerprint) if desk.fingerprint else b"",
+        samples=held.ledger.samples_total if held is not None and committed else 0,
+        quorum=desk.quorum,
+        backend=desk.backend,
+        on_lost=desk.on_lost,
+    )
 
 
 class Entrance:
@@ -74,7 +98,7 @@ class Entrance:
             self._ready_set, self._still_since_s = ready, now_s
         if not seed_known:
             return Step(waiting="no seed has answered yet")
-        if len(ready) < self._min_peers:
+        if len(ready) < self._min_peers and not mine.history:  # one that has begun goes on by its quorum
             return Step(
                 waiting=f"{len(ready)} of at least {self._min_peers} trainers are ready (--min-peers)"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.clock import now_ms
-from p2p_dmc.agent.entering import Entrance, others
+from p2p_dmc.agent.entering import Entrance, others, run_meta
 from p2p_dmc.agent.group_values import GroupValues
 from p2p_dmc.agent.member_desk import MemberDesk
 from p2p_dmc.agent.run_end import RunEnd
@@ -46,7 +46,6 @@ from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.core.quorum import Quorum
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
-from p2p_dmc.wire.messages import RunMeta
 
 log = logging.getLogger("p2p_dmc.run")
 
@@ -316,7 +315,7 @@ class Run:
             in_flight=self._in_flight,
         )
         payloads = [decode_payload(p) for p in view.payloads]
-        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.options.on_lost == "skip")
+        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.desk.on_lost == "skip")
         index = view.members.index(self.me)
         work = Work.for_view(view, index, ledger, keep_leases=mode != local.Local.RESET)
         self.training = Training(
@@ -368,9 +367,8 @@ class Run:
 
     async def checkpoint(self, held: Held, *, closed: bool = False) -> bool:
         """Write a committed state; on disk the base moves together with it."""
-        history = self.agreement.history if self.agreement is not None else b""
         keep = self.services.settings.checkpoints_kept
-        written = await self.keeper.checkpoint(held, history, closed=closed, keep=keep)
+        written = await self.keeper.checkpoint(held, self.history, closed=closed, keep=keep)
         if written and self.agreement is not None:
             self.act(self.agreement.checkpointed(held.ref.lineage, now_ms()))
         return written
@@ -399,6 +397,14 @@ class Run:
             self.desk.refuse(
                 "this peer's state differs from the others' at the same round; restart it to adopt theirs"
             )
+
+    def not_finite(self, member: MemberId) -> None:
+        self.event("not_finite", peer_id=member.peer_id)
+
+    def poisoned(self, rounds: int) -> None:
+        self.desk.refuse(
+            f"loss or parameters were not finite in {rounds} rounds in a row; lower the learning rate"
+        )
 
     def shard_here(self, shard: int) -> bool:
         return self.desk.ready is not None and self.services.data.usable(self.desk.ready.dataset, shard)
@@ -433,22 +439,10 @@ class Run:
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def meta(self) -> RunMeta:
-        """What this peer says of the run to everybody."""
-        agreement, held = self.agreement, self.keeper.current
-        standing = self.training is not None and not self.end.outcome
-        committed = held is not None and held.ref.lineage > (0, 0)
-        return RunMeta(
-            name=self.name,
-            boot=self.me.boot,
-            history=agreement.history if agreement is not None else self._promises.history,
-            view_epoch=self.training.view.view_epoch if standing and self.training is not None else 0,
-            ready=self.desk.up and not self.end.outcome,
-            fingerprint=run_files.fingerprint_digest(self.desk.fingerprint) if self.desk.fingerprint else b"",
-            samples=held.ledger.samples_total if held is not None and committed else 0,
-            quorum=self.desk.quorum,
-            backend=self.desk.backend,
-        )
+    @property
+    def history(self) -> bytes:
+        """The run's founding, as far as this peer knows it."""
+        return self.agreement.history if self.agreement is not None else self._promises.history
 
     def tick(self) -> None:
         """Timers of the core, repeated headers, and the way into a view."""
@@ -462,10 +456,17 @@ class Run:
             self._end_training()
             self.stood_in = 0  # whoever was left out sets local := anchor
         if self.training is not None and not self.training.frozen:
+            self._look_for_lost(self.training)
             self.training.serve_lease()
             self.training.repeat()
         elif self.desk.up:
             self._enter()
+
+    def _look_for_lost(self, training: Training) -> None:
+        """Shards that nobody had when the view opened are assigned once somebody has them."""
+        lost = training.work.lost
+        if lost and lost & self.services.data.reachable(training.ledger.dataset_digest):
+            self.wants_change("lost shards are back")
 
     def _enter(self) -> None:
         if self.agreement is None or not (self.agreement.frozen or self.agreement.left_out):
@@ -473,7 +474,7 @@ class Run:
         if self.training is not None and time.monotonic() - self.training.frozen_s < STUCK_S:
             return  # an attempt is under way
         step = self.entrance.step(
-            self.meta(), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
+            run_meta(self), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
         )
         self.waiting = self.agreement.waiting_for() or step.waiting
         if step.found:

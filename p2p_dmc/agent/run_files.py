@@ -26,7 +26,7 @@ class RunOptions:
     backend: str = ""
     min_peers: int = 1
     checkpoint_every_s: float = 60.0
-    on_lost: str = "wait"
+    on_lost: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
     return hasher.digest()
 
 
-def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str) -> Fingerprint:
+def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str, on_lost: str) -> Fingerprint:
     """The run-wide settings as (setting, value for people), in the order in which differences are named."""
     policy = TauPolicy.from_bytes(ready.tau_policy)
     tau = (
@@ -127,6 +127,7 @@ def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str) -
         ("outer optimizer", ready.outer),
         ("quorum", quorum),
         ("backend", backend),
+        ("lost shards", on_lost),
         ("number of parameters", str(len(ready.parameters))),
     ]
     pairs += [

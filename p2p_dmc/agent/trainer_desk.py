@@ -31,7 +31,7 @@ class TrainerDesk:
         self.manifest: Manifest | None = None
         self.policy: TauPolicy | None = None
         self.fingerprint: run_files.Fingerprint = ()
-        self.quorum, self.backend = "", ""
+        self.quorum, self.backend, self.on_lost = "", "", ""
         self.up = False
         """The trainer waits for a view, or trains in one."""
         self.strikes: list[Strike] = []
@@ -59,7 +59,7 @@ class TrainerDesk:
             return
         stored = tuple((str(a), str(b)) for a, b in run_files.load_run(run.folder).get("fingerprint", ()))
         self._settle(dict(stored))
-        pairs = run_files.fingerprint(ready, manifest.name, self.quorum, self.backend)
+        pairs = run_files.fingerprint(ready, manifest.name, self.quorum, self.backend, self.on_lost)
         difference = run_files.first_difference(stored, pairs) if stored else None
         if difference is not None:
             self.refuse(f"run {run.name!r}: {difference}; use the same, or another --run name")
@@ -79,12 +79,14 @@ class TrainerDesk:
         run = self._run
         metas = [p.meta for p in others(run.services, run.name) if p.meta.history]
         said = metas[0] if metas else None
-        self.quorum = (
-            run.options.quorum or stored.get("quorum") or (said.quorum if said else "") or "majority"
-        )
-        self.backend = (
-            run.options.backend or stored.get("backend") or (said.backend if said else "") or "auto"
-        )
+
+        def settle(option: str, setting: str, run_says: str, default: str) -> str:
+            return option or stored.get(setting, "") or run_says or default
+
+        options = run.options
+        self.quorum = settle(options.quorum, "quorum", said.quorum if said else "", "majority")
+        self.backend = settle(options.backend, "backend", said.backend if said else "", "auto")
+        self.on_lost = settle(options.on_lost, "lost shards", said.on_lost if said else "", "wait")
 
     def initial_written(self, message: local.InitialWritten) -> None:
         """The trainer's own initial parameters: the run's, if it is founded and this peer is first in the ring."""

@@ -32,6 +32,10 @@ SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
 
 
+BAD_ROUNDS = 3
+"""So many rounds in a row without a finite delta are no accident of one sample: the peer leaves the run."""
+
+
 class TrainingHost(Protocol):
     """What the run does for its training."""
 
@@ -42,10 +46,11 @@ class TrainingHost(Protocol):
     def committed(self, held: Held) -> None: ...
     def barrier_change(self) -> None: ...
     def change_wanted(self) -> bool: ...
-    def wants_change(self, reason: str) -> None: ...
     def closing(self) -> bool: ...
     def close(self, finished: bool) -> None: ...
     def diverged(self, odd: tuple[MemberId, ...], me: bool) -> None: ...
+    def not_finite(self, member: MemberId) -> None: ...
+    def poisoned(self, rounds: int) -> None: ...
     def shard_here(self, shard: int) -> bool: ...
     def fetch_shard(self, shard: int, then: Callable[[], None]) -> None: ...
     def log_round(self, **facts: Any) -> None: ...
@@ -60,6 +65,7 @@ class Measured:
     bytes_sent: int = 0
     bytes_received: int = 0
     speed: int = 0  # samples a second of local steps
+    bad_rounds: int = 0  # in a row, without a finite delta
 
 
 class Training:
@@ -97,6 +103,8 @@ class Training:
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
         self.last_samples = [0] * len(view.members)
         self._reducing: BarrierResult | None = None
+        self._stale = False
+        """Samples of the assignment were quarantined: the next barrier changes the view."""
         self._said_at_s = 0.0
         self._lease_wanted: tuple[int, float] | None = None
         self._speeds = [0] * len(view.members)
@@ -232,7 +240,7 @@ class Training:
         result = self.barrier.result()
         if result is None or self._reducing is not None or self.frozen:
             return
-        odd = result.odd_ones()
+        odd = result.odd_ones() or self._greedy(result)
         if odd:
             self.frozen = True
             self.host.diverged(tuple(self.view.members[i] for i in odd), self.me in odd)
@@ -241,12 +249,19 @@ class Training:
         self.host.committed(self.held)
         if result.final or result.closing:
             self.host.close(finished=result.final)
-        elif result.change:
+        elif result.change or self._stale:
             self.host.barrier_change()
         elif any(result.weights):
             self._start_reduction(result)
-        elif any(not h.finite for h in result.headers):
+        elif any(not h.finite for h in result.headers) or self.ledger != self.held.ledger:
             self._complete_without_payload(result)
+
+    def _greedy(self, result: BarrierResult) -> tuple[int, ...]:
+        """Members whose header counts more samples than the assignment gave them."""
+        work = self.work
+        return tuple(
+            i for i, h in enumerate(result.headers) if work.cursors[i] + h.samples > work.assignment.length(i)
+        )
 
     def _start_reduction(self, result: BarrierResult) -> None:
         self.measured.wait_us = int((time.monotonic() - self._said_at_s) * 1e6)
@@ -275,7 +290,7 @@ class Training:
             self.host.to_trainer(RoundRefused(view_epoch=said.view_epoch, round=said.round))
 
     def _complete_without_payload(self, result: BarrierResult) -> None:
-        """Nobody has anything finite to add: the anchor stays, the strikes count, the samples come again."""
+        """Nobody has anything finite to add: the anchor stays, strikes and skipped samples go into the ledger."""
         self.keeper.pool().pin(self.held.slot)
         if not self._complete(result, self.held.slot, self.held.anchor_digest):
             self.keeper.pool().unpin(self.held.slot)
@@ -286,9 +301,9 @@ class Training:
         ledger = self.ledger.advance([s for part in counted for s in part])
         quarantined = ledger.progress()[1]
         for i, header in enumerate(result.headers):
-            if not header.finite and ledger.epoch == self.ledger.epoch:
-                for stretch in self.work.next_of(i, header.samples):
-                    ledger = ledger.strike(stretch)
+            struck = () if header.finite else self.work.next_of(i, header.samples)
+            for stretch in struck:
+                ledger = ledger.strike(stretch) if ledger.epoch == self.ledger.epoch else ledger
         tau = adacomm.after_round(self.policy, self.held.tau, [facts(h) for h in result.headers])
         lineage = (self.view.view_epoch, self.barrier.round)
         ref = StateRef(lineage=lineage, digest=state_digest(anchor_digest, ledger, tau))
@@ -298,8 +313,8 @@ class Training:
         self.held = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
         self.host.hold(self.held)
         self._advance(result, ledger)
-        if ledger.epoch == before.epoch and ledger.progress()[1] > quarantined:
-            self.host.wants_change("samples were quarantined")
+        self._stale = ledger.epoch == before.epoch and ledger.progress()[1] > quarantined
+        self._name_bad(result)
         self._report(result, counted, before, tau_used)
         self.host.to_trainer(
             RoundComplete(
@@ -312,6 +327,18 @@ class Training:
         )
         self._after_completion()
         return True
+
+    def _name_bad(self, result: BarrierResult) -> None:
+        """Members whose delta was not finite weighed nothing; one that keeps on with it had better stop."""
+        for i, header in enumerate(result.headers):
+            if not header.finite:
+                self.host.not_finite(self.view.members[i])
+        if result.headers[self.me].finite:
+            self.measured.bad_rounds = 0
+        else:
+            self.measured.bad_rounds += 1
+            if self.measured.bad_rounds >= BAD_ROUNDS:
+                self.host.poisoned(self.measured.bad_rounds)
 
     def _advance(self, result: BarrierResult, ledger: Ledger) -> None:
         for i, header in enumerate(result.headers):
@@ -339,8 +366,10 @@ class Training:
 
     def start(self) -> None:
         """The view is open. With nothing left to train, headers alone finish the run."""
-        if self.ledger.done:
+        if self.ledger.done and self.ledger == self.held.ledger:
             self._after_completion()
+        elif self.ledger.done:  # by what is skipped: one round without payload puts that on record
+            self._say(self._header(samples=0, steps=0, loss_sum_micro=0, compute_us=0, finite=True))
 
     def _report(
         self, result: BarrierResult, counted: list[tuple[Stretch, ...]], before: Ledger, tau_used: int

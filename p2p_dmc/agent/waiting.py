@@ -37,6 +37,10 @@ async def say_waiting(run: Run, say: Callable[[str], None]) -> None:
             since_s, said_s = now_s, 0.0
         changed = reason_now != reason
         reason = reason_now
-        if reason and now_s - since_s > SAY_AFTER_S and (changed or now_s - said_s > REMIND_AFTER_S or not said_s):
+        if (
+            reason
+            and now_s - since_s > SAY_AFTER_S
+            and (changed or now_s - said_s > REMIND_AFTER_S or not said_s)
+        ):
             said_s = now_s
             say(f"run {run.name!r} waits: {reason}")

@@ -128,8 +128,12 @@ def valid_claims(payloads: Sequence[ProposalPayload], ledger: Ledger) -> tuple[t
 class Work:
     """One assignment, how far each member's counted cursor is, and how far this member's lease."""
 
-    def __init__(self, assignment: Assignment, me: int, leased: int) -> None:
+    def __init__(
+        self, assignment: Assignment, me: int, leased: int, lost: frozenset[int] = frozenset()
+    ) -> None:
         self.assignment = assignment
+        self.lost = lost
+        """Shards that no member can reach: left out."""
         self.me = me
         self.cursors = [0] * len(assignment.stretches)
         self.leased = leased
@@ -142,13 +146,14 @@ class Work:
         claims = valid_claims(payloads, ledger)
         assignment = _assign(payloads, ledger, [p.speed for p in payloads], claims)
         kept = sum(map(len, granted(ledger, claims)[0][me])) if keep_leases else 0
-        return cls(assignment, me, kept)
+        return cls(assignment, me, kept, unreachable(payloads, ledger))
 
     @classmethod
     def for_epoch(cls, view: View, me: int, ledger: Ledger, speeds: Sequence[int]) -> Work:
         """An epoch's end is no view change: the next assignment comes from the same view, nothing is claimed."""
         payloads = [decode_payload(p) for p in view.payloads]
-        return cls(_assign(payloads, ledger, speeds, [()] * len(payloads)), me, 0)
+        assignment = _assign(payloads, ledger, speeds, [()] * len(payloads))
+        return cls(assignment, me, 0, unreachable(payloads, ledger))
 
     def lease(self, samples: int) -> tuple[Stretch, ...]:
         """The next stretches for my trainer, at most ``samples``; empty at the end of my list."""

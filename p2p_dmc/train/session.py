@@ -23,7 +23,7 @@ from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train.collective import GroupKeeper
 from p2p_dmc.train.dataset import Dataset
-from p2p_dmc.train.link import AgentLink
+from p2p_dmc.train.link import AgentLink, LinkFailed
 from p2p_dmc.train.loader import Collate, Decode, Loader
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire import trainer_messages as tm
@@ -64,9 +64,7 @@ def join(
     command += (["--name", name] if name else []) + (["--insecure"] if insecure else [])
     agent = subprocess.Popen([*command, *options, seed], stdin=subprocess.DEVNULL, start_new_session=True)
     endpoint = _endpoint_of(agent, folder)
-    peer = Peer(endpoint, run, None)
-    threading.Thread(target=peer.watch, args=(agent,), name="dmc-agent-watch", daemon=True).start()
-    return peer
+    return Peer(endpoint, run, None, agent)
 
 
 def _endpoint_of(agent: subprocess.Popen[bytes], folder: Path) -> str:
@@ -88,10 +86,16 @@ def _endpoint_of(agent: subprocess.Popen[bytes], folder: Path) -> str:
 class Peer:
     """This machine in the run. A context manager: the session ends with it."""
 
-    def __init__(self, endpoint: str, run: str, lifeline: int | None) -> None:
+    def __init__(
+        self, endpoint: str, run: str, lifeline: int | None, agent: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """``agent``: one that this process started itself; its end ends the session, not the process."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._groups = GroupKeeper(self._send)
         self._link = AgentLink(endpoint, lifeline, self._early)
+        if agent is not None:
+            watch = threading.Thread(target=self._watch, args=(agent,), name="dmc-agent-watch", daemon=True)
+            watch.start()
         self._rounds = Rounds(self._link, self._groups)
         self._optimizer: Optimizer | None = None
         self._loader: Loader | None = None
@@ -169,7 +173,7 @@ class Peer:
             )
         self._optimizer = optimizer
 
-    def watch(self, agent: subprocess.Popen[bytes]) -> None:
+    def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Wait for the end of an agent that this process started; a main thread that needs it is told."""
         agent.wait()
         self._link.fail(f"the agent ended (exit code {agent.returncode}); see agent.log in its home")
@@ -201,6 +205,8 @@ class Peer:
         self._send(hello)
         try:
             answer = self._link.get(WELCOME_TIMEOUT_S)
+        except LinkFailed as failed:
+            raise UserError(f"{failed}") from None
         except queue.Empty:
             raise UserError(
                 f"the agent did not answer within {WELCOME_TIMEOUT_S:.0f} s: see its agent.log"

@@ -58,6 +58,7 @@ class RunMeta:
     samples: int  # committed, to tell two histories apart
     quorum: str  # the run's, for peers whose command names none; "" before it is settled
     backend: str
+    on_lost: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
