@@ -141,7 +141,7 @@ class Lab:
         """The host's IPv4 address."""
         return str(next(h["address"] for h in self.list() if h["host"] == host))
 
-    def start(self, host: str, command: Sequence[str | Path], **how: Any) -> subprocess.Popen[Any]:
+    def start(self, host: str, command: Sequence[Any], **how: Any) -> subprocess.Popen[Any]:
         """Start a command on a host; NETLAB_HOST and NETLAB_ADDRESS are in its environment."""
         words = [sys.executable, NETLAB, "exec", host, "--name", self.name, "--", *command]
         return subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, **how)

@@ -183,8 +183,9 @@ class Course:
 
     def limit_s(self) -> float:
         """Several times what the slowest contestant takes on a busy machine."""
-        payload_bytes = self.options.hidden**2 * 3 * PARAMETER_BYTES * 2
-        return START_S + 4 * self.options.steps * (1.0 + payload_bytes * 8 / 100e6)
+        moved_bytes: int = 2 * 3 * self.options.hidden**2 * PARAMETER_BYTES
+        steps: int = self.options.steps
+        return START_S + 4 * steps * (1.0 + moved_bytes * 8 / 100e6)
 
 
 class SeedingPeer:
@@ -193,7 +194,17 @@ class SeedingPeer:
     def __init__(self, course: Course, home: Path) -> None:
         home.parent.mkdir(exist_ok=True)
         listen = ["--listen", f"tcp://{course.addresses['h1']}:0", "--insecure", "--json"]
-        command = [*SEED, course.images, "--name", "images", "--peer-name", "h1", "--home", home, *listen]
+        command: list[Any] = [
+            *SEED,
+            course.images,
+            "--name",
+            "images",
+            "--peer-name",
+            "h1",
+            "--home",
+            home,
+            *listen,
+        ]
         self._log = open(home.parent / "seed.log", "w+b")  # noqa: SIM115 the process writes as long as it lives
         self._process = course.lab.start(
             "h1", command, stdout=subprocess.PIPE, stderr=self._log, env=ENVIRONMENT, cwd=bench.ROOT
@@ -361,26 +372,26 @@ def report(networks: dict[str, dict[str, Any]]) -> str:
     head = (
         "network contestant s/step MB/peer loss test_loss accuracy rounds faster fewer_bytes sooner_at_loss"
     )
-    rows = [tuple(head.split())]
+    rows = [head.split()]
     for network, results in networks.items():
         for name in ("ddp", "fixed", "adacomm"):
-            facts, ratio = results[name], results["ratios"].get(name)
-            compared = (
-                [f"{ratio[key]:.1f}x" for key in ("speed", "bytes", "time_to_loss")] if ratio else ["-"] * 3
-            )
-            rows.append(
-                (
-                    network,
-                    name,
-                    f"{facts['s_per_step']:.3f}",
-                    f"{sum(facts['sent_bytes']) / HOSTS / 1e6:.0f}",
-                    f"{facts['loss'][-1][1]:.3f}",
-                    f"{facts['test_loss']:.3f}",
-                    f"{facts['test_accuracy']:.1%}",
-                    str(facts.get("rounds", "-")),
-                    *compared,
-                )
-            )
+            facts, compared = results[name], results["ratios"].get(name, {})
+            row = [
+                network,
+                name,
+                f"{facts['s_per_step']:.3f}",
+                f"{sum(facts['sent_bytes']) / HOSTS / 1e6:.0f}",
+            ]
+            row += [
+                f"{facts['loss'][-1][1]:.3f}",
+                f"{facts['test_loss']:.3f}",
+                f"{facts['test_accuracy']:.1%}",
+            ]
+            row += [str(facts.get("rounds", "-"))]
+            row += [
+                f"{compared[key]:.1f}x" if compared else "-" for key in ("speed", "bytes", "time_to_loss")
+            ]
+            rows.append(row)
     return bench.table(rows)
 
 
@@ -397,20 +408,12 @@ def parser() -> argparse.ArgumentParser:
         help="MNIST's four IDX files, .gz (default MNIST_DIR in the environment, else made-up images)",
     )
     made.add_argument("--steps", type=int, help="local steps per host (default 64; quick 24)")
-    made.add_argument(
-        "--epochs", type=int, default=2, help="passes over the data in so many steps (default 2)"
-    )
+    made.add_argument("--epochs", type=int, help="passes over the data in these steps (default 1; quick 2)")
     made.add_argument("--batch-size", type=int, default=32, help="samples per host and step (default 32)")
-    made.add_argument(
-        "--hidden", type=int, help="width (default 1720: 10.2 million parameters; quick 512: 1.2)"
-    )
-    made.add_argument(
-        "--tau", type=int, help="local steps per round, AdaComm's first too (default 16; quick 6)"
-    )
+    made.add_argument("--hidden", type=int, help="width (default 1720: 10.2 million weights; quick 512: 1.2)")
+    made.add_argument("--tau", type=int, help="local steps per round, AdaComm's first (default 16; quick 6)")
     made.add_argument("--t0", type=float, help="seconds between AdaComm's decisions (default 5; quick 1)")
-    made.add_argument(
-        "--lr", type=float, default=0.05, help="of plain SGD, for all contestants (default 0.05)"
-    )
+    made.add_argument("--lr", type=float, default=0.05, help="plain SGD's, for all (default 0.05)")
     made.add_argument("--keep", type=Path, metavar="DIR", help="leave homes, logs and records there")
     return made
 
@@ -437,7 +440,11 @@ def compete(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], 
         data = images.write(folder, per_epoch, TEST_SAMPLES, options.seed, options.data)
     except (OSError, ValueError) as error:
         raise bench.BenchError(f"--data {options.data}: {error}") from None
-    adaptive = ["--tau0", options.tau, "--t0", options.t0]
+    taus = {
+        "ddp": None,
+        "fixed": ["--tau", options.tau],
+        "adacomm": ["--tau0", options.tau, "--t0", options.t0],
+    }
     networks: dict[str, Any] = {}
     violations: list[str] = []
     for network, rate in NETWORKS.items():
@@ -445,12 +452,8 @@ def compete(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], 
         with bench.lab("vsddp", HOSTS, network) as lab:
             course = Course(lab, folder / network, options, data)
             results: dict[str, Any] = {}
-            for name, start in (
-                ("ddp", course.ddp),
-                ("fixed", lambda: course.p2p("fixed", ["--tau", options.tau])),  # noqa: B023 used within the turn
-                ("adacomm", lambda: course.p2p("adacomm", adaptive)),  # noqa: B023
-            ):
-                trained = start()
+            for name, tau in taus.items():
+                trained = course.ddp() if tau is None else course.p2p(name, tau)
                 results[name] = summary(trained, options.steps)
                 bench.say(f"{network}, {name}: {results[name]['s_per_step']:.3f} s per step")
                 options.parameters = next(iter(trained.records.values()))["parameters"]

@@ -36,7 +36,7 @@ def write(folder: Path, train: int, test: int, seed: int, mnist: Path | None) ->
     random = np.random.default_rng(seed)
     if mnist is None:
         images, labels = made_up(train + test, random)
-        parts = (images[:train], labels[:train], images[train:], labels[train:])
+        parts: tuple[Images, ...] = (images[:train], labels[:train], images[train:], labels[train:])
     else:
         parts = from_mnist(mnist, train, test, random)
     for number, (image, label) in enumerate(zip(parts[0], parts[1], strict=True)):
@@ -78,4 +78,5 @@ def read_idx(path: Path) -> Images:
     if data[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is no IDX file of bytes")
     shape: Any = np.frombuffer(data, ">i4", data[3], 4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+    values: Images = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+    return values
