@@ -29,7 +29,9 @@ class MemberDesk:
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
         run = self._run
-        if isinstance(message, messages.RoundHeader):
+        if run.end.agreed and isinstance(message, (messages.RoundHeader, *messages.AGREEMENT_MESSAGES)):
+            run.end.tell(sender)  # it has not heard yet
+        elif isinstance(message, messages.RoundHeader):
             self._header(sender, message)
         elif isinstance(message, messages.GroupFailed):
             if run.view is not None and message.view_id == run.view.view_id and sender in run.view.peers:
@@ -69,7 +71,7 @@ class MemberDesk:
 
     def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
         run = self._run
-        if run.end.outcome in ("finished", "stopped"):
+        if run.end.agreed:
             run.end.tell(sender)
             return
         if run.training is None:

@@ -429,12 +429,12 @@ class Run:
             self.training.repeat()
 
     def withdrawn(self, stopped: Stopped) -> None:
-        if self.agreement is not None:
+        if self.agreement is not None and not self.end.agreed:
             self.act(self.agreement.withdrawn(stopped, now_ms()))
 
     def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
         """Membership's word about a peer."""
-        if self.agreement is not None and peer_id != self.me.peer_id:
+        if self.agreement is not None and peer_id != self.me.peer_id and not self.end.agreed:
             self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class Run:
 
     def tick(self) -> None:
         """Timers of the core, repeated headers, and the way into a view."""
-        if self.agreement is None:
+        if self.agreement is None or self.end.agreed:
             return
         self.act(self.agreement.tick(now_ms()))
         if self.end.outcome:

@@ -29,6 +29,11 @@ class RunEnd:
         self.done = asyncio.Event()
         self._closing = False
 
+    @property
+    def agreed(self) -> bool:
+        """The run has ended here as all agreed: no view follows, and what is on disk stays as it is."""
+        return self.outcome in ("finished", "stopped")
+
     def ask_stop(self, reason: str, *, tell: bool) -> None:
         """Agree to stop: the closing flag goes into this peer's next header, and everybody is told to do the same."""
         if self.stop_asked or self.outcome:
