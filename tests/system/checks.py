@@ -23,7 +23,12 @@ RUN = "train"
 def check_digests(homes: Sequence[Path], run: str = RUN) -> None:
     """AssertionError, in words, unless every round and view that two homes share is the same on both."""
     found = audit(homes, run)
-    faults = [*found.unequal, *unequal_assignments(homes, run), *renumbered(homes, run)]
+    faults = [
+        *found.unequal,
+        *unequal_assignments(homes, run),
+        *renumbered(homes, run),
+        *restless(homes, run),
+    ]
     assert not faults, "\n".join(faults)
 
 
@@ -84,6 +89,19 @@ def renumbered(homes: Sequence[Path], run: str = RUN) -> Iterator[str]:
         for one, two in pairwise(lineages):
             if two < one:
                 yield f"{home.name} completed {two} after {one}"
+
+
+def restless(homes: Sequence[Path], run: str = RUN) -> Iterator[str]:
+    """Homes that installed a view after their run had ended by agreement, before they started again."""
+    for home in homes:
+        outcome = ""
+        for line in read_lines(home / "events.jsonl"):
+            if line["event"] == "started":
+                outcome = ""
+            if line.get("run") == run and line["event"] == "run_over":
+                outcome = line["outcome"]
+            if line.get("run") == run and line["event"] == "view" and outcome in ("finished", "stopped"):
+                yield f"{home.name} installed view {line['view_epoch']} after its run was {outcome}"
 
 
 def wrong_ends(homes: Sequence[Path], found: Audit, skipped: int, run: str = RUN) -> Iterator[str]:

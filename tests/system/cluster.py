@@ -310,7 +310,7 @@ class Cluster:
             deadline_s,
         )
 
-    def ended(self, peers: Sequence[Peer], code: int = 0, deadline_s: float = 60.0) -> None:
+    def ended(self, peers: Sequence[Peer], code: int = 0, deadline_s: float = 120.0) -> None:
         """Wait until these peers' commands have ended, each with this exit code."""
         self.wait(
             lambda: all(p.code is not None for p in peers),

@@ -10,7 +10,7 @@ from p2p_dmc.observe.audit import Audit
 from tests.system.checks import check_finished
 from tests.system.cluster import Cluster, Peer
 
-EPOCHS = 30
+EPOCHS = 20
 NAMES = ("a", "b", "c", "d")
 RECOVERY_S = 3.0
 """What survivors may take to their next complete round after a kill, besides a round's own time."""

@@ -103,9 +103,14 @@ def backwards(_: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
     rounds.append(rounds.pop(3))
 
 
+def view_after_the_end(events: list[dict[str, Any]], _: list[dict[str, Any]]) -> None:
+    events.append(view(3, [2, 8]))
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
+        (view_after_the_end, "b installed view 3 after its run was finished"),
         (other_digest, "view 2 round 6: digest is d6 on a, other on b"),
         (other_assignment, "view 2: the assignment is"),
         (other_members, "view 2: members is"),

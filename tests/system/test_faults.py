@@ -6,6 +6,7 @@ sample counted exactly once and all have the same model.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,8 @@ def test_all_are_killed_then_all_are_stopped(cluster: Cluster, data: Path) -> No
     assert [e["outcome"] for e in ends] == ["stopped"] * 3
     checkpoints = {tuple(p.events("checkpoint")[-1]["lineage"]) for p in peers}
     assert len(checkpoints) == 1, f"they stopped at different rounds: {checkpoints}"
+    records = [json.loads((p.home / "runs" / "train" / "agreement.json").read_text()) for p in peers]
+    assert all(record["closed"] for record in records), "a peer would have no vote when it comes back"
     when = ends[0]["time"]
     for peer in peers:
         cluster.restart(peer)

@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--delay-ms", type=float, default=40.0)
+    parser.add_argument("--delay-ms", type=float, default=100.0)
     parser.add_argument("--slow", metavar="FILE")
     parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
     parser.add_argument("--key", default="", metavar="KEY")
