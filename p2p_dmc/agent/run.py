@@ -362,7 +362,7 @@ class Run:
             return
         self.agreement.committed(held.ref.lineage)
         self.agreement.established(self.view.view_epoch)
-        if held.ref.lineage > (0, 0) and self.keeper.checkpoint_due(self.options.checkpoint_every_s):
+        if self.keeper.checkpoint_due(held, self.options.checkpoint_every_s):
             self.spawn(self.checkpoint(held))
 
     async def checkpoint(self, held: Held, *, closed: bool = False) -> bool:

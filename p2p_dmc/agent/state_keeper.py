@@ -43,6 +43,7 @@ class StateKeeper:
         self.current: Held | None = None
         self._recent: dict[bytes, Held] = {}
         self._checkpointed_s = time.monotonic()
+        self._checkpointed_view = 0
         self._writing = False
         self._scratch: Path | None = None
 
@@ -151,8 +152,14 @@ class StateKeeper:
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def checkpoint_due(self, every_s: float) -> bool:
-        return not self._writing and time.monotonic() - self._checkpointed_s >= every_s
+    def checkpoint_due(self, held: Held, every_s: float) -> bool:
+        """Time has passed, or the view of this committed state has none yet: on disk the base moves only with a checkpoint from its view,
+        and after a power cut a view without one would need the peers of the view before it, too.
+        """
+        view_epoch = held.ref.lineage[0]
+        if self._writing or not view_epoch:
+            return False
+        return view_epoch > self._checkpointed_view or time.monotonic() - self._checkpointed_s >= every_s
 
     async def checkpoint(self, held: Held, history: bytes, *, closed: bool, keep: int) -> bool:
         """Write a committed state in the background; False (and a word to the user) when the disk refuses."""
@@ -173,6 +180,7 @@ class StateKeeper:
             slots.unpin(held.slot)
             self._writing = False
             self._checkpointed_s = time.monotonic()
+            self._checkpointed_view = held.ref.lineage[0]
         self._services.journal.event("checkpoint", path=str(path), lineage=list(held.ref.lineage))
         return True
 
