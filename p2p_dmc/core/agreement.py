@@ -243,11 +243,11 @@ class Agreement(AgreementMachine):
         """Give up this peer's history for another one: from here on it is a newcomer with that state."""
         self._begin(now_ms)
         self._freeze()
-        self.view, self._attempt, self._last, self._late = None, None, None, None
-        self.history, self.completed, self.left_out = b"", completed, True
+        self.view, self._word, self._attempt, self._last, self._late = None, None, None, None, None
+        self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._base = self._known = self._disk_base = self._disk_known = None
         self._pending.clear()
-        self.committed_lineage = (0, 0)
+        self.committed_lineage, self._behind, self._persist = (0, 0), False, True
         return self._finish()
 
     def check_invariants(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from p2p_dmc.core.agreement_messages import (
+    UNKNOWN_BOOT,
     MemberId,
     Promised,
     Propose,
@@ -91,8 +92,8 @@ class PeerBook:
         """When each last asked to join."""
 
     def member(self, peer_id: str) -> MemberId:
-        """The newest incarnation known; boot 0 stands for one never heard of."""
-        return MemberId(peer_id=peer_id, boot=self.boots.get(peer_id, 0))
+        """The newest incarnation known."""
+        return MemberId(peer_id=peer_id, boot=self.boots.get(peer_id, UNKNOWN_BOOT))
 
     def note(self, member: MemberId) -> bool:
         """Remember the incarnation; False if a newer one is known."""

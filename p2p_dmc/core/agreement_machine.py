@@ -56,6 +56,8 @@ class AgreementMachine:
         self.completed = completed
         self.committed_lineage: Lineage = (0, 0)
         self.history = promises.history
+        """Of the views this peer has been in; empty for a newcomer."""
+        self._courted = promises.courted
         self.promise_version = 0
         """Grows with what this peer promised; its acknowledgements of probes should carry it."""
         self._quorum, self._payload, self._rng, self._settings = quorum, payload, rng, settings
@@ -132,6 +134,7 @@ class AgreementMachine:
             base=self._disk_base,
             known=self._disk_known,
             pending=tuple(sorted(self._pending)),
+            courted=self._courted,
         )
 
     def _progress(self) -> None:
@@ -220,7 +223,7 @@ class AgreementMachine:
         self._wanted = self._wanted_at_once = None
         self._n = n
         content = Propose(
-            history=self.history,
+            history=self.history or self._courted,
             n=n,
             sender=self.me,
             candidates=(self.me.peer_id,),
@@ -231,6 +234,7 @@ class AgreementMachine:
             pending=(),
             seen=(),
             vote_floor=self._vote_floor,
+            joined=bool(self.history),
             payload=self._payload(),
         )
         attempt = Attempt(n=n, content=content, now_ms=self._now)
@@ -300,8 +304,9 @@ class AgreementMachine:
         elif self._now >= attempt.resend_at_ms:
             attempt.resend_gap_ms = min(self._settings.resend_max_ms, 2 * attempt.resend_gap_ms)
             attempt.resend_at_ms = self._now + attempt.resend_gap_ms
+            asking = replace(attempt.words[me], asks=True)
             for peer in attempt.unheard():
-                self._send(peer, attempt.words[me])
+                self._send(peer, asking)
 
     def _silent(self, attempt: Attempt) -> set[str]:
         """Joiners that did not answer in time. Nobody of the last view is dropped for silence."""
@@ -319,9 +324,13 @@ class AgreementMachine:
 
     def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
         attempt.judged = words
-        histories = {word.history for word in words} - {b""}
+        histories = {word.history for word in words} | {self.history or self._courted}
+        histories.discard(b"")
         if len(histories) > 1:
             self._note(f"attempt {attempt.n} mixes histories {sorted(h.hex() for h in histories)}")
+            return
+        if histories and not any(word.history for word in words):
+            self._note(f"attempt {attempt.n} would found a second history")
             return
         self._decision = decide(words, self._quorum)
         if self._decision.holds:
@@ -374,8 +383,9 @@ class AgreementMachine:
             self._pending.clear()
             self._base = self._disk_base = self._disk_known = None
         self._known = None if decision.thin else decision.known
-        self._pending.add(view.ref)
-        self.history, self._persist = view.history, True
+        said = {ref for ref in self._pending if ref.view_epoch == view.view_epoch and ref.peers == view.peers}
+        self._pending = (self._pending - said) | {view.ref}  # by now all incarnations are known
+        self.history, self._courted, self._persist = view.history, b"", True
         self._last, self.view, self._installed, self._installed_ms = view.ref, view, view, self._now
         self._word = replace(self._attempt.words[self.me.peer_id], installed=True) if self._attempt else None
         self._attempt, self._decision = None, None
@@ -413,7 +423,8 @@ class AgreementMachine:
         """Worth listening to: another peer, its newest incarnation, not of another history."""
         if sender.peer_id == self.me.peer_id or not self._book.note(sender):
             return False
-        if history and self.history and history != self.history:
+        mine = self.history or self._courted
+        if history and mine and history != mine:
             self._note(f"ignores {sender.peer_id}, which is of history {history.hex()}")
             return False
         return True
@@ -469,14 +480,23 @@ class AgreementMachine:
 
     def _follow(self, word: Propose) -> None:
         """Move to a greater n that somebody else said."""
+        self._court(word)
         self._open(word.n, word.candidates, self._admissible(word), f"{word.sender.peer_id} says so")
         if self._attempt is not None:
             self._attempt.hear(word)
 
+    def _court(self, word: Propose) -> None:
+        """A newcomer remembers which history it was asked to join."""
+        if word.history and not self.history and not self._courted:
+            self._courted, self._persist = word.history, True
+
     def _merge(self, attempt: Attempt, word: Propose) -> None:
+        self._court(word)
         attempt.hear(word)
         if attempt.grow(word.candidates, self._admissible(word), self._now):
             self._say(attempt, f"with {word.sender.peer_id}")
+        elif word.asks:
+            self._send(word.sender.peer_id, attempt.words[self.me.peer_id])
 
     def _admissible(self, word: Propose) -> set[str]:
         """The stopped peers that this peer leaves out too.

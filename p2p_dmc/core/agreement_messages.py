@@ -16,6 +16,8 @@ from typing import TypeAlias
 Lineage: TypeAlias = tuple[int, int]
 """(view epoch, round); (0, 0) is the initial model. The larger one wins, lexicographically."""
 
+UNKNOWN_BOOT = 0
+"""In a promised set: an incarnation the promiser has not heard of yet. That one knows itself better."""
 DIGEST_BYTES = 16
 PEER_ID_MAX = 128
 NUMBER_MAX = 2**62
@@ -60,6 +62,7 @@ class MemberId:
 
     peer_id: str
     boot: int
+    """From 1 on; see `UNKNOWN_BOOT`."""
 
     def __post_init__(self) -> None:
         _require(0 < len(self.peer_id) <= PEER_ID_MAX, f"peer id {self.peer_id!r} has an odd length")
@@ -110,10 +113,13 @@ class Promises:
     """The view that the checkpointed state comes from (the same as base, unless the state was adopted)."""
     pending: tuple[ViewRef, ...] = ()
     """Every set said since base, every set of one attempt too: somebody may have installed it."""
+    courted: bytes = b""
+    """The history this newcomer was asked to join, before it has been in a view of it: it founds no other."""
 
     def __post_init__(self) -> None:
         _require_number(self.n, "n")
         _require_history(self.history)
+        _require_history(self.courted)
         _require(len(self.pending) <= PENDING_MAX, f"{len(self.pending)} pending views are too many")
 
 
@@ -142,7 +148,7 @@ class Propose:
     """A word: what one peer says in attempt `n` about the sets (A, D).
 
     Its content is fixed at the first word of n, and there is one word per (sender, n, A, D): repeated, it is
-    the same but for `installed`.
+    the same but for `installed` and `asks`.
     """
 
     history: bytes
@@ -164,9 +170,13 @@ class Propose:
     """The sender has no vote in views up to this one: it withdrew from them."""
     version: int = 0
     """Of the sender's promises; see `Promised`."""
+    joined: bool = False
+    """The sender has been in a view of this history: it does not only want to join."""
     payload: bytes = b""
     installed: bool = False
     """The sender has installed this view; whoever has not, and is in it, may."""
+    asks: bool = False
+    """The sender repeats itself, because it has not heard the receiver's word about these sets."""
 
     def __post_init__(self) -> None:
         _require_history(self.history)
@@ -194,7 +204,7 @@ class Propose:
     def digest(self) -> bytes:
         """Of everything that is the same each time the word is said."""
         facts = (self.history, self.n, self.sender, self.sets, self.completed, self.base, self.known)
-        promises = (self.pending, self.seen, self.vote_floor, self.version)
+        promises = (self.pending, self.seen, self.vote_floor, self.joined, self.version)
         hashed = hashlib.blake2b(repr((facts, promises)).encode(), digest_size=DIGEST_BYTES)
         hashed.update(self.payload)
         return hashed.digest()

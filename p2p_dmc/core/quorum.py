@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from p2p_dmc.core.agreement_messages import MemberId, Propose, StateRef, Stopped, ViewRef
+from p2p_dmc.core.agreement_messages import UNKNOWN_BOOT, MemberId, Propose, StateRef, Stopped, ViewRef
 
 
 class Quorum(IntEnum):
@@ -58,10 +58,14 @@ class Decision:
     lacking: tuple[Count, ...] = ()
     absent: tuple[str, ...] = ()
     """Peers that may have a state which nobody present has."""
+    strangers: bool = False
+    """Nobody present has been in a view of this history: all were about to join, and know nothing of it."""
 
     def describe(self) -> str:
         """Why it does not hold, for people."""
         reasons = list(dict.fromkeys(count.describe() for count in self.lacking))
+        if self.strangers:
+            reasons.append("nobody here has been in a view of this run before")
         if self.absent:
             reasons.append(f"newer work may be on {', '.join(self.absent)}")
         waiting = sorted({peer for count in self.lacking for peer in count.missing} | set(self.absent))
@@ -97,9 +101,14 @@ def count_votes(view: ViewRef, present: Mapping[str, Propose], accounted: Collec
 
 
 def has_vote(member: MemberId, view: ViewRef, present: Mapping[str, Propose]) -> bool:
-    """A member votes in the views it remembers, not in those of a former life or that it withdrew from."""
+    """A member votes in the views it remembers, not in those of a former life or that it withdrew from.
+
+    An incarnation unknown to who promised the set votes in it: its own promises tell if it was that one.
+    """
     word = present.get(member.peer_id)
-    return word is not None and word.sender == member and view.view_epoch > word.vote_floor
+    if word is None or view.view_epoch <= word.vote_floor:
+        return False
+    return word.sender == member or member.boot == UNKNOWN_BOOT
 
 
 def accounted_for(view: ViewRef, words: Iterable[Propose], records: Collection[Stopped]) -> set[MemberId]:
@@ -134,7 +143,7 @@ def decide(words: Sequence[Propose], quorum: Quorum) -> Decision:
         if decision.holds:
             break
         decision = judge(words, records)
-    if decision.holds or quorum is not Quorum.ANY:
+    if decision.holds or decision.strangers or quorum is not Quorum.ANY:
         return decision
     return Decision(holds=True, start=decision.start, known=decision.known, thin=True)
 
@@ -150,12 +159,18 @@ def judge(words: Sequence[Propose], records: Collection[Stopped]) -> Decision:
     counts = [count_votes(view, present, accounted_for(view, words, records)) for view in needed]
     lacking = tuple(count for count in counts if not count.holds)
     return Decision(
-        holds=not lacking and not absent,
+        holds=not (lacking or absent or are_strangers(words)),
         start=start,
         known=origin(words, start),
         lacking=lacking,
         absent=tuple(sorted(absent)),
+        strangers=are_strangers(words),
     )
+
+
+def are_strangers(words: Iterable[Propose]) -> bool:
+    """Words of a history of which nobody has been: newcomers that lost those who let them in. They found nothing."""
+    return any(word.history for word in words) and not any(word.joined for word in words)
 
 
 def walk_bases(
