@@ -59,6 +59,9 @@ def _perform(plan: Plan, base: Path, homes: Path, as_json: bool) -> int:
     screen = screens.choose(as_json)
     try:
         outcome = Story(plan, base, homes, screen, processes).run()
+    except KeyboardInterrupt:
+        print("\nstopping the peers (Ctrl-C again: at once)", file=sys.stderr)
+        raise
     finally:
         screen.close()
         processes.close(LEAVE_GRACE_S)

@@ -49,7 +49,10 @@ def curve(
     marks: Mapping[int, str] | None = None,
     plain: bool = False,
 ) -> list[str]:
-    """Lines of a plot with its axes. ``marks``: index of a value to a word under it. ``plain``: ASCII only."""
+    """Lines of a plot with its axes, at least 2 x 2. ``marks``: index of a value to a word under it.
+
+    ``plain``: ASCII only.
+    """
     if not values:
         return []
     across, down = (1, 1) if plain else (2, 4)

@@ -220,5 +220,5 @@ class Progress:
         if line["loss"] is not None:
             run.losses.append(line["loss"])
         run.recent.append((line["time"], line["samples_total"]))
-        while run.recent[-1][0] - run.recent[0][0] > RATE_WINDOW_S:
+        while len(run.recent) > 2 and run.recent[-1][0] - run.recent[0][0] > RATE_WINDOW_S:
             run.recent.popleft()

@@ -20,7 +20,7 @@ from p2p_dmc.demo.progress import Progress
 
 STATUS_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.25
-EVENTS_SHOWN = 8
+EVENTS_SHOWN = 12
 LOUD = {"kill": "bold red", "return": "bold green", "recovered": "green", "phase": "bold", "member": "yellow"}
 STATES = {"training": "green", "finished": "green", "killed": "bold red"}
 
@@ -136,13 +136,15 @@ class LiveScreen:
 
     def _page(self, at_s: float, progress: Progress, samples_due: int, epochs: int) -> RenderableType:
         run = progress.run
+        bar = Table.grid()  # a bar alone ends without a new line
+        bar.add_row(ProgressBar(total=max(1, samples_due), completed=run.samples, width=self._width()))
         rows: list[RenderableType] = [
             Text(
                 f"p2p_dmc demo: four peers, no master{at_s:>{max(1, self._width() - 37)}.0f} s", style="bold"
             ),
             peers_table(progress),
             Text(),
-            ProgressBar(total=max(1, samples_due), completed=run.samples, width=self._width()),
+            bar,
             Text(status_line(progress, samples_due, epochs), no_wrap=True, overflow="ellipsis"),
             Text("loss " + sparkline(run.losses, self._width() - 5), style="cyan", no_wrap=True),
             Text(),
@@ -168,6 +170,6 @@ def peers_table(progress: Progress) -> Table:
             str(peer.round) if trains else "-",
             f"{peer.samples_per_s:,.0f}" if trains else "-",
             format_size(peer.bytes_sent) if trains else "-",
-            str(peer.shards),
+            "-" if peer.state == "left" else str(peer.shards),
         )
     return table
