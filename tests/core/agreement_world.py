@@ -16,14 +16,12 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementMessage,
     AgreementSettings,
     MemberId,
-    Promises,
     Ready,
     StateRef,
     Stopped,
@@ -31,6 +29,7 @@ from p2p_dmc.core.agreement_messages import (
     View,
 )
 from p2p_dmc.core.quorum import Quorum
+from tests.core.agreement_hosts import Entry, Host, Violation
 from tests.core.agreement_mutants import MUTANTS, mutant
 
 SUSPICION_MS = 1_500
@@ -38,43 +37,6 @@ SETTLE_MS = 120_000
 """Virtual time within which everybody must train together once all faults have ended."""
 
 Chain = tuple[tuple[tuple[int, int], tuple[str, ...]], ...]
-
-
-class Violation(AssertionError):
-    """Two peers contradict each other, or nothing happens any more."""
-
-
-@dataclass
-class Entry:
-    """A member at a round's barrier: it goes in with the state it has."""
-
-    view: View
-    round_number: int
-    state: StateRef
-
-
-@dataclass
-class Host:
-    """One machine."""
-
-    peer_id: str
-    boot: int = 1
-    disk: Promises = field(default_factory=Promises)
-    checkpoint: StateRef | None = None
-    core: Agreement | None = None
-    entry: Entry | None = None
-    held: set[StateRef] = field(default_factory=set)
-    """States in memory: what it completed, and downloads that are whole."""
-    acknowledged_ms: dict[str, int] = field(default_factory=dict)
-    """When this host last acknowledged a probe of each other one."""
-    contact: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Of each other one: (boot, when it acknowledged, promise version) as last heard."""
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    withdrawn: bool = False
-
-    @property
-    def member(self) -> MemberId:
-        return MemberId(peer_id=self.peer_id, boot=self.boot)
 
 
 class World:

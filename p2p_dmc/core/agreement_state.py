@@ -1,0 +1,209 @@
+"""What one peer knows and has promised in agreement, and the questions that its transitions ask of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
+from p2p_dmc.core.agreement_messages import (
+    AgreementMessage,
+    AgreementSettings,
+    Lineage,
+    MemberId,
+    Promised,
+    Promises,
+    Propose,
+    StateRef,
+    Stopped,
+    View,
+    ViewRef,
+)
+from p2p_dmc.core.quorum import Decision, Quorum
+
+
+class AgreementState:
+    """State and transitions of one peer.
+
+    Invariant: while a view stands (`not frozen`), its epoch is the greatest n this peer has said.
+    Invariant: `completed` does not change from the first word of an attempt until a view is installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: MemberId,
+        quorum: Quorum,
+        promises: Promises,
+        completed: StateRef,
+        payload: Callable[[], bytes],
+        rng: random.Random,
+        settings: AgreementSettings,
+        now_ms: int,
+    ) -> None:
+        self.me = me
+        self.view: View | None = None
+        self.frozen = True
+        self.left_out = False
+        """A later view stands without this peer: it has to ask to join."""
+        self.completed = completed
+        self.committed_lineage: Lineage = (0, 0)
+        self.history = promises.history
+        """Of the views this peer has been in; empty for a newcomer."""
+        self._courted = promises.courted
+        self.promise_version = 0
+        """Grows with what this peer promised; its acknowledgements of probes should carry it."""
+        self._quorum, self._payload, self._rng, self._settings = quorum, payload, rng, settings
+        self._n = self._floor = promises.n
+        self._base = self._disk_base = promises.base
+        self._known = self._disk_known = promises.known
+        self._pending = set(promises.pending)
+        self._vote_floor = 0
+        self._last: ViewRef | None = None
+        """The view last installed in this life."""
+        self._behind = False
+        """The view's start state is not adopted yet."""
+        self._late: StateRef | None = None
+        """Adopted while frozen: said in the next attempt."""
+        self._withdrawn = False
+        self._book = PeerBook()
+        self._attempt: Attempt | None = None
+        self._word: Propose | None = None
+        """What this peer said of the standing view."""
+        self._decision: Decision | None = None
+        self._now = now_ms
+        self._installed_ms = now_ms
+        self._start_books(now_ms)
+
+    def _start_books(self, now_ms: int) -> None:
+        self._wanted: str | None = None
+        self._wanted_at_once: str | None = None
+        self._strays: set[str] = set()
+        """Members of the standing view that can no longer enter it."""
+        self._causes: dict[MemberId, int] = {}
+        """When each member of the standing view last saw cause to leave it."""
+        self._cause_resend_ms = now_ms
+        self._last_open_ms = now_ms - self._settings.calm_ms
+        self._not_before_ms = now_ms
+        self._strikes = self._raises = 0
+        self._persist = self._froze = False
+        self._accepted = True
+        self._sends: list[tuple[str, AgreementMessage]] = []
+        self._trace: list[str] = []
+        self._installed: View | None = None
+
+    # -- one event -------------------------------------------------------------------------------
+
+    def _begin(self, now_ms: int) -> None:
+        self._now = max(self._now, now_ms)
+        self._persist = self._froze = False
+        self._accepted = True
+        self._sends, self._trace, self._installed = [], [], None
+
+    def _send(self, peer_id: str, message: AgreementMessage) -> None:
+        if peer_id != self.me.peer_id:
+            self._sends.append((peer_id, message))
+
+    def _note(self, line: str) -> None:
+        self._trace.append(line)
+
+    @property
+    def promises(self) -> Promises:
+        """What is on disk, or must be before anything is sent."""
+        return Promises(
+            n=self._n,
+            history=self.history,
+            base=self._disk_base,
+            known=self._disk_known,
+            pending=tuple(sorted(self._pending)),
+            courted=self._courted,
+        )
+
+    # -- a standing view: is there cause to leave it? --------------------------------------------
+
+    def _lost(self, member: MemberId) -> bool:
+        return member != self.me and (self._book.superseded(member) or self._book.gone(member.peer_id))
+
+    def _cause(self) -> str | None:
+        """This peer's own reason to leave the standing view, now."""
+        view = self.view
+        if view is None:
+            return None
+        lost = [member.peer_id for member in view.members if self._lost(member)]
+        if lost:
+            return f"lost {', '.join(lost)}"
+        if self._strays:
+            return f"{', '.join(sorted(self._strays))} cannot enter view {view.view_epoch}"
+        return self._wanted_at_once
+
+    def _enough_causes(self, view: View) -> bool:
+        """The pre-vote: counted as the quorum is, but on this peer's own knowledge."""
+        oldest = self._now - self._settings.cause_ttl_ms
+        causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
+        votes = [member for member in view.members if member in causes and not self._lost(member)]
+        counted = [member for member in view.members if member in votes or not self._uncounted(member, view)]
+        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.members[0] in votes)
+
+    def _uncounted(self, member: MemberId, view: View) -> bool:
+        if self._book.superseded(member) or (self._quorum is Quorum.ANY and self._lost(member)):
+            return True
+        record = self._book.records.get(member)
+        if record is None:
+            return False
+        if record.withdrawn:
+            return view.view_epoch <= record.n
+        return self._quorum is not Quorum.STRICT
+
+    def _joiners(self) -> list[str]:
+        """Those who asked to join and still do."""
+        oldest = self._now - self._settings.join_ttl_ms
+        inside = self._last_peers() if not self.frozen else ()
+        return sorted(
+            peer
+            for peer, asked_ms in self._book.joiners.items()
+            if asked_ms >= oldest and peer not in inside and not self._book.gone(peer)
+        )
+
+    def _last_peers(self) -> tuple[str, ...]:
+        return self._last.peers if self._last is not None else ()
+
+    def _freeze(self) -> None:
+        if not self.frozen:
+            self.frozen = self._froze = True
+
+    def _take_strike(self) -> None:
+        """Attempts in a row make the next one wait; the first after a calm is immediate."""
+        calm = self._now - self._last_open_ms >= self._settings.calm_ms
+        self._strikes = 0 if calm else self._strikes + 1
+        self._last_open_ms = self._now
+        gap_ms = min(self._settings.pause_max_ms, self._settings.pause_ms << min(self._strikes, 10))
+        self._not_before_ms = self._now + self._randomised(gap_ms)
+
+    def _randomised(self, gap_ms: int) -> int:
+        return gap_ms // 2 + self._rng.randrange(gap_ms + 1)
+
+    def _protected(self, peer_id: str) -> bool:
+        return self._last is not None and self._book.member(peer_id) in self._last.members
+
+    def _farewell(self) -> Stopped:
+        return Stopped(
+            member=self.me, n=self._n, base=self._base, pending=tuple(sorted(self._pending)), withdrawn=True
+        )
+
+    def _promise_to(self, peers: Iterable[str]) -> None:
+        self.promise_version += 1
+        message = Promised(
+            history=self.history,
+            sender=self.me,
+            n=self._n,
+            base=self._base,
+            pending=tuple(sorted(self._pending)),
+            version=self.promise_version,
+        )
+        for peer in peers:
+            self._send(peer, message)
+
+    def _prune(self) -> None:
+        """Forget what concerns no view of interest any more."""
+        views = [self._base, self._known, self._last, *self._pending]
+        self._book.forget_all_but({member for view in views if view is not None for member in view.members})

@@ -1,0 +1,299 @@
+"""Agreement, one behaviour at a time: joining, being left out, withdrawing, restarting, pausing."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_dmc.core.agreement_messages import (
+    MemberId,
+    Promises,
+    Stopped,
+    ViewRef,
+)
+from p2p_dmc.core.quorum import Quorum
+from tests.core.agreement_cluster import REACHABLE, UNREACHABLE, Cluster, state
+
+
+class TestJoining:
+    def test_a_request_waits_for_the_barrier(self) -> None:
+        cluster = Cluster("ab").run("ab")
+        cluster.start("c")
+        assert not cluster["a"].change_wanted
+        ready = cluster.do("a", cluster["a"].join_requested("c", cluster.now))
+        assert not ready.sends and cluster["a"].change_wanted
+        for name in "ab":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster.standing("abc").holders == cluster["a"].view.members[:2]  # type: ignore[union-attr]
+        assert cluster["c"].history == cluster["a"].history
+        assert not cluster["a"].change_wanted
+
+    def test_a_request_that_is_not_repeated_is_forgotten(self) -> None:
+        cluster = Cluster("ab").run("ab")
+        cluster.do("a", cluster["a"].join_requested("c", cluster.now))
+        cluster.wait(2_000)
+        assert not cluster["a"].change_wanted
+
+    def test_a_joiner_that_is_silent_is_left_out_within_a_moment(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.do("a", cluster["a"].join_requested("d", cluster.now))
+        for name in "abc":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.wait(600)
+        assert cluster.standing("abc").stopped == ("d",)
+
+    def test_an_outsider_raises_nothing(self) -> None:
+        """It proposes a huge n; the standing view stands and tells it that it is left out."""
+        cluster = Cluster("abc").run("abc")
+        cluster.start("x", disk=Promises(n=500, history=cluster["a"].history))
+        cluster.do("x", cluster["x"].found(("a", "b", "c", "x"), cluster.now))
+        cluster.deliver()
+        assert cluster.standing("abc").view_epoch == 1
+        assert cluster["x"].left_out and cluster["x"].view is None
+
+    def test_newcomers_that_lose_their_host_found_nothing(self) -> None:
+        cluster = Cluster("a").run("a")
+        for name in "cd":
+            cluster.start(name)
+            cluster.do("a", cluster["a"].join_requested(name, cluster.now))
+        cluster.do("a", cluster["a"].at_barrier(cluster.now))
+        cluster.cut = {("c", "d"), ("d", "c"), ("c", "a"), ("d", "a")}
+        cluster.deliver()
+        cluster.cut = {("c", "a"), ("d", "a")}
+        cluster.verdict("a", UNREACHABLE, by="cd")
+        cluster.wait(10_000)
+        assert {cluster[name].view for name in "cd"} == {None}
+        assert "nobody here has been in a view" in (cluster["c"].waiting_for() or "")
+
+
+class TestLeftOut:
+    def test_one_that_slept_through_a_change_learns_it_and_comes_back(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("c", UNREACHABLE)
+        cluster.deliver()
+        cluster.standing("ab")
+        cluster.down.clear()
+        ready = cluster.do("c", cluster["c"].wants_change("collective failed", cluster.now, at_once=True))
+        assert ready.sends
+        cluster.deliver()
+        assert cluster["c"].left_out and cluster["c"].frozen
+        cluster.verdict("c", REACHABLE)
+        for name in "ab":
+            cluster.do(name, cluster[name].join_requested("c", cluster.now))
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.standing("abc")
+        assert not cluster["c"].left_out
+
+    def test_a_laggard_installs_from_the_installed_words_of_others(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.cut = {("a", "c"), ("b", "c")}
+        for name in "abc":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster["a"].view is not None and cluster["c"].frozen
+        cluster.cut.clear()
+        cluster.wait(400)
+        cluster.standing("abc")
+
+    def test_a_laggard_that_can_no_longer_enter_is_cause_for_all(self) -> None:
+        cluster = Cluster("abcd").run("abcd")
+        cluster.cut = {("d", "c")}
+        cluster.verdict("d", UNREACHABLE, by="c")  # wrongly
+        words = {}
+        for name in "abd":
+            words[name] = cluster[name].at_barrier(cluster.now)
+            cluster.do(name, words[name])
+        cluster.mail = [mail for mail in cluster.mail if mail[1] != "c"]
+        cluster.do("c", cluster["c"].verdict("d", 1, REACHABLE, cluster.now))
+        cluster.do("c", cluster["c"].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.do("c", cluster["c"].verdict("d", 1, UNREACHABLE, cluster.now))
+        cluster.do("c", cluster["c"].verdict("d", 1, REACHABLE, cluster.now))
+        cluster.cut.clear()
+        cluster.wait(3_000)
+        assert cluster.standing("abcd").view_epoch == 3
+
+    def test_an_older_incarnation_is_fenced(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        word = cluster["c"].at_barrier(cluster.now).sends[0][1]
+        cluster.verdict("c", REACHABLE, boot=2)
+        assert not cluster["a"].receive(word, cluster.now).froze
+
+    def test_another_history_is_ignored(self) -> None:
+        cluster, other = Cluster("ab").run("ab"), Cluster("bc").run("bc")
+        word = other["b"].at_barrier(cluster.now).sends[0][1]
+        ready = cluster["a"].receive(word, cluster.now)
+        assert not ready.froze and "of history" in ready.trace[0]
+
+
+class TestWithdrawal:
+    def test_the_others_go_on_at_once_and_it_comes_back(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        stopped = cluster["a"].withdraw()
+        assert stopped.withdrawn and cluster["a"].frozen
+        assert not cluster["a"].complete(state(1, 2), cluster.now).accepted
+        for name in "bc":
+            cluster.do(name, cluster[name].withdrawn(stopped, cluster.now))
+        cluster.deliver()
+        cluster.standing("bc")
+        cluster.do("a", cluster["a"].rejoin(cluster.now))
+        cluster.deliver()
+        assert cluster["a"].left_out
+        for name in "bc":
+            cluster.do(name, cluster[name].join_requested("a", cluster.now))
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster.standing("abc").holders == cluster["a"].view.members  # type: ignore[union-attr]
+
+    def test_it_answers_proposals_with_its_withdrawal(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster["a"].withdraw()
+        for name in "bc":
+            cluster.do(name, cluster[name].wants_change("collective failed", cluster.now, at_once=True))
+        cluster.deliver()
+        cluster.standing("bc")
+
+    def test_strict_quorum_goes_on_too(self) -> None:
+        cluster = Cluster("ab", Quorum.STRICT).run("ab")
+        stopped = cluster["a"].withdraw()
+        cluster.do("b", cluster["b"].withdrawn(stopped, cluster.now))
+        cluster.deliver()
+        cluster.standing("b")
+
+    def test_all_trainers_at_once(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        done = cluster.round("b")
+        farewells: dict[str, Stopped] = {name: cluster[name].withdraw() for name in "abc"}
+        for name in "abc":
+            for other in set("abc") - {name}:
+                cluster.do(name, cluster[name].withdrawn(farewells[other], cluster.now))
+        for name in "cab":
+            cluster.do(name, cluster[name].rejoin(cluster.now))
+            cluster.wait(700)
+        cluster.wait(3_000)
+        assert cluster.standing("abc").start == done
+
+    def test_a_late_farewell_does_not_undo_the_return(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        stopped = cluster["a"].withdraw()
+        cluster.do("a", cluster["a"].rejoin(cluster.now))
+        cluster.deliver()
+        cluster.standing("abc")
+        assert not cluster.do("b", cluster["b"].withdrawn(stopped, cluster.now)).accepted
+        cluster.deliver()
+        cluster.standing("abc")
+
+
+class TestRestart:
+    def restarted(self, names: str = "abc") -> Cluster:
+        """All killed at once; c has a newer checkpoint than the others."""
+        cluster = Cluster("abc").run("abc")
+        for number, name in ((1, "a"), (1, "b"), (1, "c")):
+            cluster[name].committed((1, number))
+            cluster.do(name, cluster[name].checkpointed((1, number), cluster.now))
+        cluster.mail.clear()
+        cluster.down = set("abc")
+        for name in names:
+            cluster.start(name, boot=2, completed=state(1, 2 if name == "c" else 1))
+        return cluster
+
+    def test_of_everybody(self) -> None:
+        cluster = self.restarted()
+        cluster.found()
+        view = cluster.standing("abc")
+        assert view.start == state(1, 2) and view.view_epoch > 1
+        assert view.history == cluster.disk["a"].history
+
+    def test_of_a_majority_waits_for_the_last(self) -> None:
+        cluster = self.restarted("ab")
+        cluster.found()
+        cluster.wait(5_000)
+        assert "waiting for c" in (cluster["a"].waiting_for() or "")
+        cluster.start("c", boot=2, completed=state(1, 2))
+        cluster.do("c", cluster["c"].found(("a", "b", "c"), cluster.now))
+        cluster.wait(5_000)
+        assert cluster.standing("abc").start == state(1, 2)
+
+    def test_of_one_is_cause_to_go_on_without_its_former_self(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.start("c", boot=2)
+        cluster.verdict("c", REACHABLE, boot=2)
+        cluster.deliver()
+        view = cluster["a"].view
+        assert view is not None and view.view_epoch == 2
+        assert MemberId(peer_id="c", boot=1) not in view.members
+
+
+class TestPauses:
+    def test_attempts_in_a_row_wait_longer_and_longer(self) -> None:
+        cluster = Cluster("ab").run("ab")
+        gaps = []
+        for _ in range(6):
+            asked = cluster.now
+            epoch = cluster["a"].view.view_epoch  # type: ignore[union-attr]
+            while cluster["a"].view is None or cluster["a"].view.view_epoch == epoch:
+                for name in "ab":
+                    cluster.do(name, cluster[name].wants_change("flapping", cluster.now, at_once=True))
+                cluster.deliver()
+                if cluster["a"].view is None or cluster["a"].view.view_epoch == epoch:
+                    cluster.wait(50)
+            gaps.append(cluster.now - asked)
+        assert gaps[0] == 0 and gaps[-1] > 1_000 and max(gaps) <= 8_000
+        assert sum(gaps[:3]) < gaps[-1]
+
+    def test_a_calm_makes_the_next_one_immediate(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("c")
+        cluster.deliver()
+        cluster.now += 20_000
+        cluster.kill("b")
+        cluster.deliver()
+        cluster.standing("a")
+
+    def test_deadlines_lie_ahead(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        assert cluster["a"].next_deadline_ms(cluster.now) > cluster.now + 1_000
+        cluster["a"].at_barrier(cluster.now)
+        assert cluster.now < cluster["a"].next_deadline_ms(cluster.now) <= cluster.now + 150
+
+
+class TestAny:
+    def test_both_sides_go_on_under_different_histories_and_one_yields(self) -> None:
+        cluster = Cluster("abcd", Quorum.ANY).run("abcd")
+        old = cluster["a"].history
+        cluster.cut = {(x, y) for x in "ab" for y in "cd"} | {(y, x) for x in "ab" for y in "cd"}
+        for x, y in sorted(cluster.cut):
+            cluster.verdict(y, UNREACHABLE, by=x)
+        cluster.deliver()
+        assert cluster.standing("ab").history == old
+        assert cluster.standing("cd").history not in (old, b"")
+        cluster.cut.clear()
+        for name in "cd":
+            cluster.verdict(name, REACHABLE, by="ab")
+            for other in "ab":
+                cluster.verdict(other, REACHABLE, by=name)
+            cluster.do(name, cluster[name].yield_history(state(0, 0, name), cluster.now))
+        cluster.now += 20_000
+        for other in "ab":
+            for name in "cd":
+                cluster.do(other, cluster[other].join_requested(name, cluster.now))
+            cluster.do(other, cluster[other].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster.standing("abcd").history == old
+
+
+def test_invariants_are_checked() -> None:
+    cluster = Cluster("a").run("a")
+    cluster["a"]._n += 1
+    with pytest.raises(AssertionError, match="stands, but 2 was said"):
+        cluster["a"].check_invariants()
+
+
+def test_views_name_their_members_in_ring_order() -> None:
+    cluster = Cluster("cab")
+    cluster.found()
+    assert cluster["b"].view is not None
+    assert cluster["b"].view.ref == ViewRef(
+        view_epoch=1, members=tuple(MemberId(peer_id=name, boot=1) for name in "abc")
+    )
