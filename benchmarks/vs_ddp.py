@@ -407,20 +407,20 @@ def parser() -> argparse.ArgumentParser:
         default=Path(os.environ["MNIST_DIR"]) if os.environ.get("MNIST_DIR") else None,
         help="MNIST's four IDX files, .gz (default MNIST_DIR in the environment, else made-up images)",
     )
-    made.add_argument("--steps", type=int, help="local steps per host (default 64; quick 24)")
+    made.add_argument("--steps", type=int, help="local steps per host (default 64; quick 16)")
     made.add_argument("--epochs", type=int, help="passes over the data in these steps (default 1; quick 2)")
     made.add_argument("--batch-size", type=int, default=32, help="samples per host and step (default 32)")
     made.add_argument("--hidden", type=int, help="width (default 1720: 10.2 million weights; quick 512: 1.2)")
-    made.add_argument("--tau", type=int, help="local steps per round, AdaComm's first (default 16; quick 6)")
+    made.add_argument("--tau", type=int, help="local steps per round, AdaComm's first (default 16; quick 4)")
     made.add_argument("--t0", type=float, help="seconds between AdaComm's decisions (default 5; quick 1)")
-    made.add_argument("--lr", type=float, default=0.05, help="plain SGD's, for all (default 0.05)")
+    made.add_argument("--lr", type=float, default=0.03, help="plain SGD's, for all (default 0.03)")
     made.add_argument("--keep", type=Path, metavar="DIR", help="leave homes, logs and records there")
     return made
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser().parse_args(argv)
-    defaults = {"steps": (64, 24), "epochs": (1, 2), "hidden": (1720, 512), "tau": (16, 6), "t0": (5.0, 1.0)}
+    defaults = {"steps": (64, 16), "epochs": (1, 2), "hidden": (1720, 512), "tau": (16, 4), "t0": (5.0, 1.0)}
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
