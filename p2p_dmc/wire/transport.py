@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -66,9 +67,10 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of tcp://host:port; UserError otherwise."""
     rest = address.removeprefix("tcp://")
     host, separator, port = rest.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 <= int(port) < 65536 or "/" in rest:
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 65536
+    if not separator or not host.strip("[]") or number >= 65536 or "/" in rest:
         raise UserError(f"{address!r} is not an address; write tcp://HOST:PORT")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def normalise_address(address: str) -> str:
