@@ -268,7 +268,8 @@ def _hand_over(running: dict[str, Any], job: SubmitScript, console: Console) -> 
         members = ask_local(str(running["endpoint"]), "status")["members"]
         console.narrator.names.update({m["peer_id"]: m["name"] for m in members})
     _say_start(job, console)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job begins with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     submission = Submission(str(running["endpoint"]), job)
     console.output.on_broken = lambda: os.kill(os.getpid(), signal.SIGINT)
     try:
@@ -428,7 +429,7 @@ async def _agent_life(options: AgentOptions, home: Home, console: Console, work:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         await agent.stop()
-        return working.result() if working.done() else int(console.output.broken)
+        return (working.result() if working.done() else 0) or int(console.output.broken)
     finally:
         working.cancel()
         leaving.cancel()

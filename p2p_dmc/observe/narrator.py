@@ -23,10 +23,13 @@ class Narrator:
         self._rounds: deque[tuple[float, int]] = deque()
         self._skipped = 0
 
-    def name(self, peer_id: str) -> str:
-        """ "alice (1f2e3d4c)", or the start of the id alone when no name is known."""
+    def name(self, peer_id: str, *, whole: bool = False) -> str:
+        """ "alice", or "vm (1f2e3d4c)" where several peers have the name; the start of the id where none is known."""
         name = self.names.get(peer_id)
-        return f"{name} ({peer_id[:8]})" if name else peer_id[:8]
+        if not name:
+            return peer_id[:8]
+        shared = sum(other == name for other in self.names.values()) > 1
+        return f"{name} ({peer_id[:8]})" if shared or whole else name
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -53,7 +56,7 @@ class Narrator:
 
     def _member(self, line: Line) -> list[str]:
         self.names[line["peer_id"]] = line["name"]
-        who = self.name(line["peer_id"])
+        who = self.name(line["peer_id"], whole=True)
         if line["state"] == "ALIVE":
             return [
                 f"{who} answers again" if line["old"] == "SUSPECT" else f"{who} is here, at {line['address']}"

@@ -125,8 +125,6 @@ def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -
         if "ask" in run:
             table.add_row(*_cells(run["run"], run["view_epoch"], *[None] * 7, f"ask {run['ask']}"))
             continue
-        progress = run["epoch_progress"]
-        share = (progress["counted"] + progress["skipped"]) / progress["total"] if progress["total"] else None
         table.add_row(
             *_cells(
                 run["run"],
@@ -134,10 +132,7 @@ def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -
                 run["round"],
                 run["tau"],
                 None if run["loss"] is None else f"{run['loss']:.4f}",
-                None
-                if run["epoch"] is None
-                else f"{min(run['epoch'] + 1, run['epochs'])} of {run['epochs']}",
-                None if share is None else f"{share:.0%}",
+                *_epoch_cells(run),
                 run["samples_total"],
                 None if run["committed"] is None else lineage(run["committed"]),
                 ", ".join(names.get(p, p[:8]) for p in run["members"]),
@@ -151,6 +146,17 @@ def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -
             terminal.print(Text(printable(f"run {run['run']} waits: {run['waiting']}")))
 
 
+def _epoch_cells(run: Facts) -> tuple[str | None, str | None]:
+    """Which epoch, counted from one, and how much of it is done."""
+    epoch, epochs, progress = run["epoch"], run["epochs"], run["epoch_progress"]
+    if epoch is None:
+        return None, None
+    if epoch >= epochs:
+        return f"{epochs} of {epochs}", "100%"
+    share = (progress["counted"] + progress["skipped"]) / max(1, progress["total"])
+    return f"{epoch + 1} of {epochs}", f"{share:.0%}"
+
+
 def _render_dataset(dataset: Facts, names: dict[str, str], terminal: Terminal) -> None:
     lines = [
         f"data set {dataset['name']} {dataset['dataset'][:12]}: {plural(dataset['samples'], 'sample')} in "
@@ -158,11 +164,11 @@ def _render_dataset(dataset: Facts, names: dict[str, str], terminal: Terminal) -
         f"{plural(dataset['replicas'], 'replica')} wanted, under-replicated {dataset['under_replicated']}, "
         f"lost {dataset['lost']}"
     ]
-    lines += [
-        f"run {p['run']}: epoch {min(p['epoch'] + 1, p['epochs'])} of {p['epochs']}, {p['counted']} of {p['total']} "
-        f"samples counted, {p['skipped']} skipped"
-        for p in dataset["progress"]
-    ]
+    for p in dataset["progress"]:
+        where = f"epoch {p['epoch'] + 1} of {p['epochs']}, {p['counted']} of {p['total']} samples counted"
+        skipped = f", {p['skipped']} skipped" if p["skipped"] else ""
+        done = f"all of {plural(p['epochs'], 'epoch')} done"
+        lines.append(f"run {p['run']}: {done if p['epoch'] >= p['epochs'] else where + skipped}")
     terminal.print(Text(printable("\n".join(lines))))
     holders = _table("HOLDER", "SHARDS")
     for peer_id, count in dataset["holders"].items():
