@@ -21,7 +21,7 @@ from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
-from p2p_dmc.agent.view_opening import local_mode, report_opening, report_view, view_started
+from p2p_dmc.agent.view_opening import local_mode, report_given_up, report_opening, report_view, view_started
 from p2p_dmc.agent.work import (
     ProposalPayload,
     Work,
@@ -415,6 +415,7 @@ class Run:
 
     def log_round(self, **facts: Any) -> None:
         self.services.journal.round(run=self.name, **facts)
+        report_given_up(self, facts["skipped"])
 
     # -- other peers ------------------------------------------------------------------------------------------------
 

@@ -102,6 +102,8 @@ class Training:
         self.in_flight: tuple[int, int] | None = None
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
         self.last_samples = [0] * len(view.members)
+        self._given_up = ledger.given_up_since(held.ledger)
+        """Quarantined or lost as the view opened; the first complete round puts it on record."""
         self._reducing: BarrierResult | None = None
         self._stale = False
         """Samples of the assignment were quarantined: the next barrier changes the view."""
@@ -310,12 +312,14 @@ class Training:
         if not self.host.complete(ref):
             return False
         before, tau_used = self.ledger, self.held.tau.tau
+        given_up = self._given_up + ledger.given_up_since(before, (s for part in counted for s in part))
+        self._given_up = ()
         self.held = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
         self.host.hold(self.held)
         self._advance(result, ledger)
         self._stale = ledger.epoch == before.epoch and ledger.progress()[1] > quarantined
         self._name_bad(result)
-        self._report(result, counted, before, tau_used)
+        self._report(result, counted, given_up, before, tau_used)
         self.host.to_trainer(
             RoundComplete(
                 view_epoch=lineage[0],
@@ -372,7 +376,12 @@ class Training:
             self._say(self._header(samples=0, steps=0, loss_sum_micro=0, compute_us=0, finite=True))
 
     def _report(
-        self, result: BarrierResult, counted: list[tuple[Stretch, ...]], before: Ledger, tau_used: int
+        self,
+        result: BarrierResult,
+        counted: list[tuple[Stretch, ...]],
+        given_up: tuple[tuple[int, Stretch], ...],
+        before: Ledger,
+        tau_used: int,
     ) -> None:
         samples = sum(result.weights)
         loss = sum(h.loss_sum_micro for h in result.headers if h.finite) / samples / 1e6 if samples else None
@@ -395,6 +404,7 @@ class Training:
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
             counted=[[s.shard, s.lo, s.hi] for part in counted for s in part],
+            skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
             speeds=list(self._speeds),
             tau_reason=self.held.tau.reason,
         )

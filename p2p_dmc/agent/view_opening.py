@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement_messages import Lineage, View
-from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.ledger import Ledger, sample_permutation
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
 
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
+
+MOST_KEYS = 16
+"""Keys of skipped samples that an event names; a lost shard has many more."""
 
 
 def local_mode(start: Lineage, *, honoured: bool, base: Lineage | None, in_flight: Lineage | None) -> Local:
@@ -82,3 +86,18 @@ def report_opening(
             first=change.first,
             samples=change.samples,
         )
+
+
+def report_given_up(run: Run, skipped: Sequence[Sequence[int]]) -> None:
+    """Samples that a round put on record as skipped, [epoch, shard, lo, hi] each: the first few by their keys."""
+    manifest, ready = run.desk.manifest, run.desk.ready
+    if not skipped or manifest is None or ready is None:
+        return
+    keys: list[str] = []
+    for epoch, shard, lo, hi in skipped:
+        count = manifest.sample_counts[shard]
+        order = sample_permutation(ready.dataset, ready.seed, epoch, shard, count)
+        keys += [
+            manifest.shards[shard].key(order[at]) for at in range(lo, min(hi, lo + MOST_KEYS - len(keys)))
+        ]
+    run.event("given_up", stretches=skipped, samples=sum(hi - lo for _, _, lo, hi in skipped), keys=keys)

@@ -260,6 +260,25 @@ class Ledger:
             touched[stretch.shard] = union(seen, _open_part(self, stretch))
         return self._moved_on(skipped=_patched(self.skipped, touched))
 
+    def given_up_since(
+        self, before: Ledger, counted: Iterable[Stretch] = ()
+    ) -> tuple[tuple[int, Stretch], ...]:
+        """(epoch, stretch) of what was skipped since `before`; `counted` is all that was counted since then.
+
+        At most one epoch may have ended in between.
+        """
+        gone: list[tuple[int, int, Intervals]] = []
+        shards = range(len(self.counts))
+        if self.epoch == before.epoch:
+            gone += [(self.epoch, s, subtract(self.skipped[s], before.skipped[s])) for s in shards]
+        else:  # that epoch is whole: what is not counted was skipped
+            seen: dict[int, Intervals] = {}
+            for stretch in counted:
+                seen[stretch.shard] = union(seen.get(stretch.shard, ()), ((stretch.lo, stretch.hi),))
+            gone += [(before.epoch, s, subtract(before.open_positions(s), seen.get(s, ()))) for s in shards]
+            gone += [(self.epoch, s, self.skipped[s]) for s in shards]
+        return tuple((e, Stretch(shard=s, lo=lo, hi=hi)) for e, s, pieces in gone for lo, hi in pieces)
+
     def _check_exists(self, stretch: Stretch) -> None:
         if self.done:
             raise ValueError(f"all {self.epochs} epochs are over, yet there is {stretch}")

@@ -24,7 +24,17 @@ Line = dict[str, Any]
 START: Lineage = (0, 0)
 """Lineage of the state before the first round."""
 
-SAME_ON_ALL = ("digest", "state", "tau", "loss", "epoch", "samples_round", "samples_total", "counted")
+SAME_ON_ALL = (
+    "digest",
+    "state",
+    "tau",
+    "loss",
+    "epoch",
+    "samples_round",
+    "samples_total",
+    "counted",
+    "skipped",
+)
 """Fields of a round's line that are functions of committed state or of the round's headers."""
 
 SAME_OF_A_VIEW = ("history", "members", "start", "digest")
@@ -102,7 +112,10 @@ def sample_counts(homes: Iterable[Path], run: str) -> tuple[int, ...]:
 
 
 def audit(homes: Sequence[Path], run: str, *, skipped: Iterable[tuple[int, Stretch]] = ()) -> Audit:
-    """Read the homes' journals and judge. ``skipped``: (epoch, stretch) that the run gave up."""
+    """Read the homes' journals and judge.
+
+    ``skipped``: (epoch, stretch) that the run gave up, besides what its rounds have on record as skipped.
+    """
     journals = [read_journal(home, run) for home in homes]
     return judge(journals, sample_counts(homes, run), skipped=skipped)
 
@@ -116,7 +129,8 @@ def judge(
     compared, unequal = compare(journals)
     finished = finished_epochs(journals, rounds)
     counted = [(line["epoch"], s) for line in rounds for s in _stretches(line)]
-    inexact = [*broken, *_wrong_totals(rounds), *check_exact(counts, finished, counted, skipped)]
+    given_up = [*skipped, *(pair for line in rounds for pair in _skipped(line))]
+    inexact = [*broken, *_wrong_totals(rounds), *check_exact(counts, finished, counted, given_up)]
     if not rounds:
         inexact.append("no peer completed a round")
     return Audit(
@@ -260,3 +274,7 @@ def _wrong_totals(rounds: Sequence[Line]) -> Iterator[str]:
 
 def _stretches(line: Line) -> Iterator[Stretch]:
     return (Stretch(shard=shard, lo=lo, hi=hi) for shard, lo, hi in line["counted"])
+
+
+def _skipped(line: Line) -> Iterator[tuple[int, Stretch]]:
+    return ((e, Stretch(shard=shard, lo=lo, hi=hi)) for e, shard, lo, hi in line.get("skipped", ()))

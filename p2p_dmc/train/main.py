@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 as python itself would
         traceback.print_exception(type(error), error, _from_script(error.__traceback__, script))
+        if notes := getattr(error, "__notes__", ()):  # the last line is what the agent shows
+            print(f"{type(error).__name__}: {error} ({'; '.join(notes)})", file=sys.stderr)
         return 1
     return 0
 

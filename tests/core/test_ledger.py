@@ -101,6 +101,25 @@ def test_interval_arithmetic_is_set_arithmetic(a: frozenset[int], b: frozenset[i
     assert total(intervals(a)) == len(a)
 
 
+@given(SHARDS, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_what_counted_and_what_was_given_up_is_all_there_is(
+    counts: list[int], epochs: int, rng: random.Random
+) -> None:
+    ledger = Ledger.start(DIGEST, counts, 0, epochs)
+    counted: list[tuple[int, Stretch]] = []
+    given_up: list[tuple[int, Stretch]] = []
+    while not ledger.done:
+        piece = rng.choice(ledger.remaining())
+        piece = stretch(piece.shard, piece.lo, rng.randint(piece.lo + 1, piece.hi))
+        action = rng.choice(["advance", "skip", "strike"])
+        now = [piece] if action == "advance" else []
+        after = getattr(ledger, action)(piece if action == "strike" else [piece])
+        counted += [(ledger.epoch, s) for s in now]
+        given_up += after.given_up_since(ledger, now)
+        ledger = after
+    assert check_exact(counts, epochs, counted, given_up) == []
+
+
 # --- transitions against the dumb ledger -----------------------------------------------------------------
 
 
