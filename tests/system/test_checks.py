@@ -165,10 +165,13 @@ def test_a_view_that_only_some_installed_is_no_fault(homes: list[Path]) -> None:
     check_finished(homes, epochs=EPOCHS)
 
 
-def test_what_was_given_up_must_be_told_and_must_not_count(homes: list[Path]) -> None:
-    piece = Stretch(shard=0, lo=0, hi=4)
+def test_what_was_given_up_is_on_record_and_must_not_count(homes: list[Path]) -> None:
+    for home in homes:
+        change(home, lambda _, rounds: rounds[2].update(skipped=[[0, 0, 0, 4]]))
     with pytest.raises(AssertionError, match="both counted and skipped"):
-        check_ledger(homes, skipped=[(0, piece)])
+        check_ledger(homes, skipped=4)
+    with pytest.raises(AssertionError, match="4 samples were given up, 0 may be"):
+        check_ledger(homes)
 
 
 def test_other_final_models_are_found(homes: list[Path]) -> None:

@@ -32,16 +32,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=100.0)
     parser.add_argument("--slow", metavar="FILE")
     parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
-    parser.add_argument("--key", default="", metavar="KEY")
+    parser.add_argument("--key", metavar="KEY", help="default: the first one")
     return parser.parse_args()
 
 
 def decode(sample: dict, args: argparse.Namespace) -> tuple[torch.Tensor, int]:
     """(16,) float from 0 to 1, and the class, which is the folder's name; or the fault that is asked for."""
     x = torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8).float() / 255
-    if args.fault and sample["__key__"] == args.key:
+    if args.fault and args.key in (None, sample["__key__"]):
         if args.fault == "raise":
-            raise ValueError(f"sample {args.key} is broken")
+            raise ValueError(f"sample {sample['__key__']} is broken")
         if args.fault == "kill":
             os.kill(os.getpid(), signal.SIGSEGV)
         x = x * float("nan")
