@@ -86,6 +86,8 @@ def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_
 
     A pure function of the view and of its start state. ``skip_lost``: shards that no member can reach count as lost.
     """
+    if ledger.done:  # a trainer may die with the run's last samples in hand, which are counted
+        return ledger
     strikes = {
         (s.victim, s.view_epoch, s.death): s for p in payloads for s in p.strikes if s.epoch == ledger.epoch
     }
