@@ -1,0 +1,366 @@
+"""Who trains on what within a view: equal on all members, claims first, nothing leased twice, strikes told once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_dmc.agent.takeovers import Takeover, takeovers
+from p2p_dmc.agent.view_opening import local_mode
+from p2p_dmc.agent.work import (
+    Strike,
+    Work,
+    bitmap,
+    decode_payload,
+    from_bitmap,
+    opening_ledger,
+    to_stretches,
+    unreachable,
+    valid_claims,
+)
+from p2p_dmc.core.assignment import Assignment
+from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire.trainer_messages import Local
+from tests.agent.helpers import DATASET, payload, peer, view_of
+
+ALL = (0, 1, 2, 3)
+Plain = tuple[int, int, int]
+
+
+def ledger(counts: tuple[int, ...] = (10, 10, 10, 10), epochs: int = 2) -> Ledger:
+    return Ledger.start(DATASET, counts, 5, epochs)
+
+
+def stretch(shard: int, lo: int, hi: int) -> Stretch:
+    return Stretch(shard=shard, lo=lo, hi=hi)
+
+
+def triples(stretches: tuple[Stretch, ...]) -> tuple[Plain, ...]:
+    return tuple((s.shard, s.lo, s.hi) for s in stretches)
+
+
+def samples(stretches: tuple[Stretch, ...]) -> list[tuple[int, int]]:
+    return [(s.shard, p) for s in stretches for p in range(s.lo, s.hi)]
+
+
+# -- what a proposal carries ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 70), st.data())
+def test_bitmaps(count: int, data: st.DataObject) -> None:
+    held = (
+        frozenset(data.draw(st.sets(st.integers(0, max(0, count - 1)), max_size=count)))
+        if count
+        else frozenset()
+    )
+    packed = bitmap(held, count)
+    assert from_bitmap(packed, count) == held and len(packed) == -(-count // 8)
+    for wrong in (packed + b"\0", packed[:-1] if packed else b"\0"):
+        with pytest.raises(RemoteProtocolError, match="a bitmap of"):
+            from_bitmap(wrong, count)
+
+
+def test_bits_beyond_the_last_shard_name_none() -> None:
+    assert from_bitmap(b"\xff", 3) == {0, 1, 2}
+
+
+def test_stretches_that_do_not_exist_are_left_out() -> None:
+    there = ((0, 0, 10), (3, 9, 10))
+    nowhere = ((4, 0, 1), (-1, 0, 1), (0, -1, 3), (0, 3, 3), (0, 4, 3), (0, 0, 11))
+    assert triples(to_stretches(there + nowhere, ledger())) == there
+
+
+def test_claims_of_an_older_view_or_another_epoch_are_dead() -> None:
+    claim = ((0, 0, 4),)
+    payloads = [
+        payload(view_epoch=7, claims=claim),
+        payload(view_epoch=6, claims=claim),
+        payload(view_epoch=7, epoch=1, claims=claim),
+        payload(view_epoch=7, claims=((1, 0, 2),)),
+    ]
+    assert list(map(triples, valid_claims(payloads, ledger()))) == [claim, (), (), ((1, 0, 2),)]
+
+
+# -- one assignment for all -------------------------------------------------------------------------------------------
+
+COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any).map(tuple)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Ledger, list[object]]:
+    """A ledger that has come some way, and members with claims that may overlap each other and it."""
+    begun = ledger(draw(COUNTS))
+    counts = begun.counts
+
+    def some(most: int) -> tuple[Plain, ...]:
+        picked = []
+        for _ in range(draw(st.integers(0, most))):
+            shard = draw(st.integers(0, len(counts) - 1))
+            if counts[shard]:
+                lo = draw(st.integers(0, counts[shard] - 1))
+                picked.append((shard, lo, draw(st.integers(lo + 1, counts[shard]))))
+        return tuple(picked)
+
+    for one in to_stretches(some(3), begun):
+        if set(samples((one,))) <= set(samples(begun.remaining())) and begun.epoch == 0:
+            begun = begun.advance([one])
+    shards = st.sets(st.integers(0, len(counts) - 1))
+    payloads = [
+        payload(
+            sorted(draw(shards)),
+            len(counts),
+            view_epoch=draw(st.integers(0, 1)),
+            epoch=draw(st.integers(0, 1)),
+            claims=some(3),
+            reachable=sorted(draw(shards)),
+            speed=draw(st.integers(0, 50)),
+        )
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    return begun, payloads
+
+
+@settings(max_examples=120, deadline=None)
+@given(situations(), st.booleans())
+def test_every_member_computes_the_same_and_every_open_sample_is_one_members(
+    situation: tuple[Ledger, list[object]], keep: bool
+) -> None:
+    begun, payloads = situation
+    view = view_of(payloads)  # type: ignore[arg-type]
+    works = [Work.for_view(view, i, begun, keep_leases=keep) for i in range(len(payloads))]
+    assert len({w.assignment.digest() for w in works}) == 1
+    assert len({w.lost for w in works}) == 1
+    handed = [sample for part in works[0].assignment.stretches for sample in samples(part)]
+    assert len(handed) == len(set(handed))  # nobody's twice
+    said = [decode_payload(p) for p in view.payloads]
+    claimed = {s for claims in valid_claims(said, begun) for s in samples(claims)}
+    lost = unreachable(said, begun)
+    due = {(s.shard, p) for s in begun.remaining() for p in range(s.lo, s.hi)}
+    assert set(handed) == {s for s in due if s[0] not in lost or s in claimed}
+    for i, work in enumerate(works):
+        mine = samples(works[0].assignment.stretches[i])
+        if keep:  # leased is exactly the head of my list that I claimed
+            assert set(mine[: work.leased]) <= set(samples(valid_claims(said, begun)[i]))
+            rest = set(samples(valid_claims(said, begun)[i])) - set(mine[: work.leased])
+            assert not rest & set(mine)
+        else:
+            assert work.leased == 0
+
+
+def test_the_next_epoch_needs_no_new_view() -> None:
+    view = view_of([payload(ALL, claims=((0, 0, 10),)), payload(ALL)])
+    over = ledger().skip(ledger().remaining())
+    assert over.epoch == 1
+    works = [Work.for_epoch(view, i, over, [30, 10]) for i in (0, 1)]
+    assert works[0].assignment == works[1].assignment and works[0].assignment.epoch == 1
+    assert [works[0].assignment.length(i) for i in (0, 1)] == [30, 10]
+    assert [w.leased for w in works] == [0, 0]
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def two_members(claims: tuple[Plain, ...] = ()) -> Work:
+    return Work.for_view(view_of([payload(ALL, claims=claims), payload(ALL)]), 0, ledger(), keep_leases=True)
+
+
+def test_leases_follow_the_list_and_end_with_it() -> None:
+    work = two_members()
+    whole = samples(work.assignment.stretches[0])
+    assert len(whole) == 20
+    assert samples(work.peek(6)) == whole[:6] and work.leased == 0  # peeking takes nothing
+    assert samples(work.lease(6)) == whole[:6] == samples(work.claims())
+    assert samples(work.lease(100)) == whole[6:]
+    assert work.lease(1) == work.peek(1) == ()
+    assert samples(work.claims()) == whole
+
+
+def test_what_a_round_counted_is_claimed_no_more() -> None:
+    work = two_members()
+    whole = samples(work.assignment.stretches[0])
+    work.lease(8)
+    assert samples(work.next_of(0, 5)) == whole[:5] and work.next_of(1, 0) == ()
+    work.advance([5, 2])
+    assert work.cursors == [5, 2] and samples(work.claims()) == whole[5:8]
+    assert samples(work.next_of(0, 5)) == whole[5:10]
+    work.drop_leases()
+    assert work.claims() == () and samples(work.lease(2)) == whole[5:7]
+
+
+def test_more_than_it_was_given_is_the_members_fault() -> None:
+    work = two_members()
+    assert len(samples(work.next_of(1, 20))) == 20
+    with pytest.raises(RemoteProtocolError, match="member 1 says it consumed more"):
+        work.next_of(1, 21)
+
+
+def test_counting_what_was_never_leased_is_our_own_bug() -> None:
+    work = two_members()
+    work.lease(3)
+    with pytest.raises(AssertionError, match="counted 4 samples of 3"):
+        work.advance([4, 0])
+
+
+def test_keep_counted_and_reset() -> None:
+    """What becomes of 8 leased samples, 5 of them in a round that failed, was completed by others, or is void."""
+    before = two_members()
+    before.lease(8)
+    claims = triples(before.claims())
+    view = view_of([payload(ALL, view_epoch=1, claims=claims), payload(ALL, view_epoch=1)], view_epoch=2)
+    kept = Work.for_view(view, 0, ledger(), keep_leases=True)  # KEEP: nothing was counted
+    assert kept.leased == 8 and samples(kept.claims()) == samples(before.claims())
+    assert not set(samples(kept.lease(100))) & set(samples(before.claims()))
+    counted = ledger().advance(before.next_of(0, 5))  # COUNTED: the start state has my five
+    work = Work.for_view(view, 0, counted, keep_leases=True)
+    assert work.leased == 3 and samples(work.claims()) == samples(before.claims())[5:]
+    reset = Work.for_view(view, 0, ledger(), keep_leases=False)  # RESET: to be consumed again, and mine first
+    assert reset.leased == 0 and set(samples(reset.peek(8))) == set(samples(before.claims()))
+
+
+def test_claims_survive_several_views_without_a_round() -> None:
+    work = two_members()
+    work.lease(7)
+    for epoch in range(2, 5):
+        mine = payload(ALL, view_epoch=epoch - 1, claims=triples(work.claims()))
+        view = view_of([mine, payload(ALL, view_epoch=epoch - 1)], view_epoch=epoch)
+        claimed = samples(work.claims())
+        work = Work.for_view(view, 0, ledger(), keep_leases=True)
+        assert samples(work.claims()) == claimed
+
+
+START, BASE, OTHER = (5, 9), (5, 9), (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("honoured", "base", "in_flight", "mode"),
+    [
+        (True, BASE, None, Local.KEEP),
+        (True, BASE, (5, 10), Local.KEEP),
+        (True, OTHER, START, Local.COUNTED),
+        (True, OTHER, None, Local.RESET),
+        (True, OTHER, (5, 10), Local.RESET),
+        (True, (4, 9), START, Local.COUNTED),
+        (True, None, START, Local.RESET),
+        (False, BASE, None, Local.RESET),
+        (False, OTHER, START, Local.RESET),
+    ],
+)
+def test_local_mode(
+    honoured: bool, base: tuple[int, int] | None, in_flight: tuple[int, int] | None, mode: Local
+) -> None:
+    assert local_mode(START, honoured=honoured, base=base, in_flight=in_flight) is mode
+
+
+# -- strikes and lost shards ------------------------------------------------------------------------------------------
+
+
+def strike(*stretches: Plain, victim: str = "a:1", death: int = 1, epoch: int = 0) -> Strike:
+    return Strike(victim=victim, view_epoch=1, death=death, epoch=epoch, stretches=stretches)
+
+
+def test_a_strike_counts_once_however_many_repeat_it() -> None:
+    one = strike((0, 0, 3))
+    opened = opening_ledger([payload(strikes=(one,)), payload(strikes=(one, one))], ledger(), skip_lost=False)
+    assert opened.strikes == ((stretch(0, 0, 3), 1),) and opened.progress()[1] == 0
+
+
+def test_two_deaths_put_a_sample_out() -> None:
+    payloads = [payload(strikes=(strike((0, 0, 3)),)), payload(strikes=(strike((0, 2, 5), victim="b:1"),))]
+    for order in itertools.permutations(payloads):
+        opened = opening_ledger(order, ledger(), skip_lost=False)
+        assert opened.skipped[0] == ((2, 3),)
+    again = strike((0, 0, 3), death=2)  # the same trainer's second death is another strike
+    assert opening_ledger([payload(strikes=(strike((0, 0, 3)), again))], ledger(), skip_lost=False).skipped[
+        0
+    ] == ((0, 3),)
+
+
+def test_strikes_of_another_epoch_or_of_nothing_are_forgotten() -> None:
+    payloads = [
+        payload(strikes=(strike((0, 0, 3), epoch=1), strike((9, 0, 3), death=2), strike((0, 0, 99), death=3)))
+    ]
+    assert opening_ledger(payloads, ledger(), skip_lost=False) == ledger()
+
+
+def test_strikes_that_end_the_epoch_say_nothing_of_the_next() -> None:
+    """Both strikes put the last open samples out; a third names positions of an epoch that is over by then."""
+    begun = ledger((4,)).advance([stretch(0, 0, 2)])
+    payloads = [
+        payload((0,), 1, strikes=(strike((0, 2, 4)), strike((0, 2, 4), death=2), strike((0, 2, 4), death=3)))
+    ]
+    opened = opening_ledger(payloads, begun, skip_lost=False)
+    assert opened.epoch == 1 and opened.strikes == () and opened.progress() == (0, 0, 4)
+
+
+def test_strikes_after_the_last_epoch_say_nothing() -> None:
+    """A trainer that dies between the last round and the end of the run has counted samples in hand."""
+    done = ledger((4,), 1).advance([stretch(0, 0, 4)])
+    assert done.done
+    payloads = [payload((0,), 1, epoch=1, claims=((0, 0, 4),), strikes=(strike((0, 0, 4), epoch=1),))]
+    assert opening_ledger(payloads, done, skip_lost=True) == done
+    work = Work.for_view(view_of(payloads), 0, done, keep_leases=True)
+    assert work.leased == 0 and work.lease(5) == ()
+
+
+def test_lost_shards_are_those_that_no_member_can_reach() -> None:
+    payloads = [payload(reachable=(0, 1)), payload(reachable=(1, 3))]
+    assert unreachable(payloads, ledger()) == {2}
+    assert opening_ledger(payloads, ledger(), skip_lost=False) == ledger()
+    opened = opening_ledger(payloads, ledger(), skip_lost=True)
+    assert [i for i in range(4) if opened.skipped[i] == ((0, 10),)] == [2] and opened.progress()[1] == 10
+    with pytest.raises(RemoteProtocolError):
+        unreachable([payload(count=9)], ledger())
+
+
+def test_lost_shards_wait_outside_the_assignment() -> None:
+    view = view_of([payload((0, 1), reachable=(0, 1)), payload((3,), reachable=(0, 1, 3))])
+    work = Work.for_view(view, 0, ledger(), keep_leases=False)
+    assert work.lost == {2}
+    assert {s.shard for part in work.assignment.stretches for s in part} == {0, 1, 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_opening_is_the_same_whatever_the_order_of_members_and_strikes(rng: random.Random) -> None:
+    strikes = [
+        strike(
+            (rng.randrange(4), lo := rng.randrange(9), rng.randint(lo + 1, 10)),
+            victim=f"{rng.randrange(3)}:1",
+            death=d,
+        )
+        for d in range(rng.randint(0, 6))
+    ]
+
+    def told() -> Ledger:
+        order = [payload(strikes=tuple(rng.sample(strikes, len(strikes)))) for _ in range(3)]
+        return opening_ledger(order, ledger(), skip_lost=False)
+
+    assert told() == told()
+
+
+# -- takeovers --------------------------------------------------------------------------------------------------------
+
+
+def work_of(*parts: tuple[Plain, ...], epoch: int = 0) -> Work:
+    stretches = tuple(tuple(stretch(*one) for one in part) for part in parts)
+    return Work(Assignment(epoch=epoch, stretches=stretches), 0, 0)
+
+
+def test_the_gone_members_rest_and_who_has_it_now() -> None:
+    old_view, new_view = view_of([payload()] * 3), view_of([payload()] * 2, members=(1, 3))
+    old = work_of(((0, 0, 10),), ((1, 0, 10), (2, 5, 9)), ((3, 0, 10),))
+    new = work_of(((0, 0, 10), (1, 4, 7)), ((3, 0, 10), (1, 7, 10), (2, 0, 10)))
+    assert takeovers(old, old_view, new, new_view) == (
+        Takeover(shard=1, from_peer=peer(2), to_peer=peer(1), first=4, samples=3),
+        Takeover(shard=1, from_peer=peer(2), to_peer=peer(3), first=7, samples=3),
+        Takeover(shard=2, from_peer=peer(2), to_peer=peer(3), first=5, samples=4),
+    )
+    moved = work_of(((1, 0, 10),), ((0, 0, 10), (2, 5, 9)), ((3, 0, 10),))
+    assert takeovers(old, old_view, moved, old_view) == ()  # nobody is gone
+    next_epoch = work_of(((1, 0, 10),), (), epoch=1)
+    assert takeovers(old, old_view, next_epoch, new_view) == ()  # the same numbers name other samples
