@@ -25,6 +25,11 @@ class Output:
         self._thread = threading.Thread(target=self._write_forever, name="dmc-output", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """How many pieces the thread has not begun to write."""
+        return self._queue.qsize()
+
     def put(self, descriptor: int, data: bytes) -> None:
         """Write ``data`` when the reader has time."""
         try:

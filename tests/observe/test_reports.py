@@ -1,0 +1,119 @@
+"""Tables for people: complete in a pipe, folded in a narrow terminal, never obeying what a peer calls itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console as Terminal
+
+from p2p_dmc.observe import reports
+
+ALICE, BOB = "a" * 32, "b" * 32
+NASTY = "[red]\x1b[2J"
+
+
+def status_facts() -> dict[str, Any]:
+    def member(peer_id: str, name: str) -> dict[str, Any]:
+        where = {"address": f"tcp://{name}.example:7400", "state": "ALIVE", "role": "train"}
+        return {"peer_id": peer_id, "name": name, **where}
+
+    run = {
+        "run": "train", "outcome": "", "view_epoch": 3, "members": [BOB, ALICE], "lineage": [3, 41],
+        "committed": [3, 40], "round": 41, "tau": 8, "loss": 0.123456, "epoch": 1, "epochs": 5, "samples_total": 2400,
+        "waiting": "bob is slow", "epoch_progress": {"counted": 600, "skipped": 3, "total": 1800}, "dataset": "d" * 32,
+    }  # fmt: skip
+    young = dict.fromkeys(run) | {
+        "run": "young",
+        "members": [],
+        "samples_total": 0,
+        "outcome": "",
+        "waiting": "",
+    }
+    dataset = {
+        "name": "digits", "dataset": "d" * 32, "samples": 1800, "size_bytes": 1 << 20, "shards": 29, "replicas": 2,
+        "under_replicated": 4, "lost": 1, "holders": {ALICE: 29, BOB: 20},
+        "progress": [{"run": "train", "epoch": 1, "epochs": 5, "counted": 600, "skipped": 3, "total": 1800}],
+    }  # fmt: skip
+    return {
+        "members": [member(ALICE, "alice"), member(BOB, "bob")],
+        "runs": [run, young, {"run": "elsewhere", "view_epoch": 7, "ask": "tcp://carol:1"}],
+        "datasets": [dataset],
+    }
+
+
+def placement_facts() -> dict[str, Any]:
+    shard = {"shard": "e" * 32, "size_bytes": 2048, "samples": 7, "should": [ALICE], "does": [BOB]}
+    lost = {"shard": "f" * 32, "size_bytes": 2048, "samples": 7, "should": [ALICE, BOB], "does": []}
+    move = {"shard": "e" * 32, "to": BOB, "size_bytes": 2048}
+    one = {"name": "digits", "dataset": "d" * 32, "replicas": 2, "shards": [shard, lost], "moves": [move]}
+    return {"datasets": [one], "without": [ALICE], "names": {ALICE: "alice", BOB: "bob"}}
+
+
+def rendered(render: Any, facts: dict[str, Any], columns: int) -> str:
+    terminal = Terminal(width=columns, highlight=False, markup=False)
+    with terminal.capture() as captured:
+        render(facts, terminal)
+    return captured.get()
+
+
+def columns_of(text: str, start: str) -> list[str]:
+    """The cells of the line that begins so."""
+    [line] = [one for one in text.splitlines() if one.startswith(start)]
+    return [cell for cell in line.split("  ") if cell.strip()]
+
+
+def test_status_says_everything() -> None:
+    text = rendered(reports.render_status, status_facts(), 10_000)
+    cells = [cell.strip() for cell in columns_of(text, "train ")]
+    assert cells == ["train", "3", "41", "8", "0.1235", "2 of 5", "34%", "2400", "3.40", "bob, alice"]
+    assert [cell.strip() for cell in columns_of(text, "elsewhere")][-1] == "ask tcp://carol:1"
+    assert "run train waits: bob is slow\n" in text
+    assert "data set digits dddddddddddd: 1800 samples in 29 shards, 1.0 MiB; 2 replicas wanted, " in text
+    assert "under-replicated 4, lost 1\n" in text
+    assert "run train: epoch 2 of 5, 600 of 1800 samples counted, 3 skipped\n" in text
+
+
+def test_a_finished_epoch_count() -> None:
+    facts = status_facts()
+    for where in (facts["runs"][0], facts["datasets"][0]["progress"][0]):
+        where["epoch"] = 5
+    facts["runs"][0] |= {"outcome": "finished", "waiting": ""}
+    text = rendered(reports.render_status, facts, 10_000)
+    assert " 5 of 5 " in text and " 100% " in text
+    assert "run train: all of 5 epochs done\n" in text
+    assert "run train is over on the peer asked: finished\n" in text
+
+
+def test_placement_says_everything() -> None:
+    text = rendered(reports.render_placement, placement_facts(), 10_000)
+    assert "2 shards, 2 replicas wanted; 2 not yet where they should be\n" in text
+    assert [c.strip() for c in columns_of(text, "eeeeeeeeeeee")][1:] == ["7", "2.0 KiB", "alice", "bob"]
+    assert [c.strip() for c in columns_of(text, "ffffffffffff")][-1] == "nobody"
+    assert "without alice:\n" in text
+    assert [c.strip() for c in columns_of(text, "bob ")] == ["bob", "1", "2.0 KiB"]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+@pytest.mark.parametrize(
+    ("render", "facts"),
+    [(reports.render_status, status_facts()), (reports.render_placement, placement_facts())],
+)
+def test_a_narrow_terminal_folds_and_loses_nothing(render: Any, facts: dict[str, Any], columns: int) -> None:
+    text = rendered(render, facts, columns)
+    assert all(len(line) <= columns for line in text.splitlines())
+    if columns >= 80:
+        assert "…" not in text
+
+
+def test_names_are_shown_not_obeyed() -> None:
+    facts = status_facts()
+    facts["members"][0]["name"] = NASTY
+    text = rendered(reports.render_status, facts, 10_000)
+    assert "[red]\\x1b[2J" in text and "\x1b" not in text
+
+
+def test_show_pads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    reports.show(reports.render_status, status_facts())
+    out = capsys.readouterr().out
+    assert out == "".join(line.rstrip() + "\n" for line in out.splitlines()) and len(out) < 2000
