@@ -86,14 +86,3 @@ def _mark_lines(marks: Mapping[int, str], count: int, columns: int, plain: bool)
         else:
             lines.append(" " * at + text)
     return lines
-
-
-def run_lengths(values: Sequence[int]) -> list[tuple[int, int]]:
-    """(value, how many times in a row)."""
-    found: list[tuple[int, int]] = []
-    for value in values:
-        if found and found[-1][0] == value:
-            found[-1] = (value, found[-1][1] + 1)
-        else:
-            found.append((value, 1))
-    return found

@@ -117,6 +117,12 @@ class Progress:
                 self._round(self.peers[name], line)
         return sorted(notices, key=lambda notice: notice.time)
 
+    def rounds_without(self, absent: str, name: str, since_s: float) -> list[float]:
+        """When a peer completed rounds of views that ``absent`` was not in, since then."""
+        absent_id = self.peers[absent].peer_id
+        views = {view for view, ring in self._rings.items() if absent_id not in ring}
+        return [s for s, view in self.round_times[name] if view in views and s >= since_s]
+
     def count_shards(self) -> None:
         """How many shard files lie in each home."""
         for peer in self.peers.values():

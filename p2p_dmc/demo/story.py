@@ -34,7 +34,6 @@ class Outcome:
     killed_pids: tuple[int, ...] = ()
     left_running: tuple[int, ...] = ()
     """Of the killed tree: must be empty."""
-    killed_in_view: int = 0
     killed_at_samples: int = 0
     recovered_s: dict[str, float] = field(default_factory=dict)
     """Per survivor, when it completed its first round of a view without the victim."""
@@ -131,7 +130,6 @@ class Story:
             raise UserError(
                 f"{victim.name} had ended before it could be killed; its words: {victim.last_line()}"
             )
-        outcome.killed_in_view = self.progress.run.view_epoch
         outcome.killed_at_samples = self.progress.run.samples
         self._expected_to_end.add(victim.name)
         outcome.killed_s = time.time()
@@ -149,12 +147,12 @@ class Story:
         self._say("recovered", f"all survivors have completed a round again, {longest:.2f} s after the kill")
 
     def _recovered(self) -> bool:
-        """Every survivor has completed a round of a later view. Notes when."""
+        """Every survivor has completed a round of a view without the victim. Notes when."""
         outcome = self.outcome
         for name in self._peers:
-            later = [s for s, view in self.progress.round_times[name] if view > outcome.killed_in_view]
-            if name != outcome.victim and later:
-                outcome.recovered_s.setdefault(name, later[0])
+            times = self.progress.rounds_without(outcome.victim, name, outcome.killed_s)
+            if name != outcome.victim and times:
+                outcome.recovered_s.setdefault(name, times[0])
         return len(outcome.recovered_s) == len(self._peers) - 1
 
     def _bring_back(self) -> None:

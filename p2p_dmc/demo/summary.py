@@ -13,7 +13,7 @@ from typing import Any
 
 from p2p_dmc.config import format_size
 from p2p_dmc.demo.plan import RUN, Plan
-from p2p_dmc.demo.plot import curve, run_lengths, sparkline
+from p2p_dmc.demo.plot import curve, sparkline
 from p2p_dmc.demo.story import Outcome
 from p2p_dmc.observe.audit import Audit, Line, audit, read_journal
 
@@ -194,6 +194,17 @@ def losses(summary: Summary) -> list[float]:
     return [line["loss"] for line in summary.audit.rounds if line["loss"] is not None]
 
 
+def smooth_losses(summary: Summary) -> list[float]:
+    """Each round's loss averaged with its neighbours': an epoch's last round has few samples, so much noise."""
+    lines = [line for line in summary.audit.rounds if line["loss"] is not None]
+    smoothed = []
+    for i in range(len(lines)):
+        near = lines[max(0, i - 1) : i + 2]
+        total = sum(line["samples_round"] for line in near)
+        smoothed.append(sum(line["loss"] * line["samples_round"] for line in near) / total)
+    return smoothed
+
+
 def facts(summary: Summary) -> dict[str, Any]:
     """The summary as one JSON object."""
     outcome, judged = summary.outcome, summary.audit
@@ -240,28 +251,31 @@ def facts(summary: Summary) -> dict[str, Any]:
 def report(summary: Summary, *, plain: bool) -> list[str]:
     """The summary in lines of text. ``plain``: ASCII only."""
     outcome, judged = summary.outcome, summary.audit
+    lines = ["", f"loss over {len(judged.rounds)} rounds (smoothed over three, weighted by samples)", ""]
+    lines += curve(smooth_losses(summary), marks=_marks(summary), plain=plain)
     taus = [line["tau"] for line in judged.rounds]
-    lines = ["", f"loss over {len(judged.rounds)} rounds (mean of each round, all peers)", ""]
-    lines += curve(losses(summary), marks=_marks(summary), plain=plain)
-    lengths = run_lengths(taus)
-    shown = ", ".join(f"{tau} in {times} rounds" for tau, times in lengths[:8])
-    shown += f", {len(lengths) - 8} more changes" if len(lengths) > 8 else ""
-    lines += ["", f"tau over rounds   {'' if plain else sparkline(taus, 40) + '   '}{shown}"]
+    lines += [
+        "",
+        f"tau over rounds   {'' if plain else sparkline(taus, 40) + '  '}from {taus[0]} to {taus[-1]}",
+    ]
     share = summary.bytes_ddp / summary.bytes_sent if summary.bytes_sent else 0.0
     lines += [
-        f"bytes sent        {format_size(summary.bytes_sent)} by all peers together; DDP: "
-        f"{format_size(summary.bytes_ddp)} for the same steps, {share:.1f} times as much",
-        f"                  (each step and peer 2(n-1)/n x 4 bytes x {summary.parameters:,} parameters)",
+        f"bytes sent        {format_size(summary.bytes_sent)} by all peers together",
+        f"DDP would send    {format_size(summary.bytes_ddp)} for the same steps, {share:.1f} times as much:",
+        f"                  2(n-1)/n x 4 bytes x {summary.parameters:,} parameters per step and peer",
     ]
     for taken in takeovers(outcome):
-        what = f"{taken['samples']} files in {taken['shards']} shard{'s' * (taken['shards'] != 1)}"
+        shards = f"{taken['shards']} shard{'s' * (taken['shards'] != 1)}"
         lines.append(
-            f"taken over        by {taken['to']}: {what} of the epoch that {taken['from']} had not done"
+            f"taken over        by {taken['to']}: {taken['samples']} of {taken['from']}'s files, from {shards}"
         )
     recovery = ", ".join(f"{n} {s - outcome.killed_s:.2f} s" for n, s in sorted(outcome.recovered_s.items()))
-    lines.append(f"kill to next round  {recovery} (a round takes {round_seconds(summary):.2f} s)")
-    lines += ["", *_check_lines(summary, plain)]
-    return lines
+    lines += [
+        f"kill to round     {recovery}",
+        f"                  (a round took {round_seconds(summary):.2f} s before the kill)",
+        "",
+    ]
+    return [*lines, *_check_lines(summary, plain)]
 
 
 def _marks(summary: Summary) -> dict[int, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from p2p_dmc import demo
 from p2p_dmc.demo.plan import full, quick, source_files, stage_sources
-from p2p_dmc.demo.plot import curve, run_lengths, shrink, sparkline, stretch
+from p2p_dmc.demo.plot import curve, shrink, sparkline, stretch
 from p2p_dmc.demo.processes import MARK, alive, kill, marked, tree
 from p2p_dmc.demo.progress import Progress
 from p2p_dmc.demo.summary import ddp_bytes
@@ -48,7 +48,6 @@ def test_shrink_and_stretch() -> None:
     assert shrink([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
     assert stretch([0.0, 1.0], 3) == [0.0, 0.5, 1.0]
     assert stretch([5.0], 3) == [5.0]
-    assert run_lengths([8, 8, 7, 8]) == [(8, 2), (7, 1), (8, 1)]
 
 
 def test_ddp_sends_the_gradients_in_every_step() -> None:
