@@ -477,7 +477,7 @@ class Run:
         step = self.entrance.step(
             run_meta(self), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
         )
-        self.waiting = self.agreement.waiting_for() or step.waiting
+        self.waiting = step.waiting or self.agreement.waiting_for() or ""
         if step.found:
             self.act(self.agreement.found(step.found, now_ms()))
         for peer_id in step.ask:
