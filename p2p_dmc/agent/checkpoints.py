@@ -6,6 +6,7 @@ outer.safetensors (empty while the outer step has no state), ledger.msgpack and 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,9 @@ from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.trainer_messages import ParameterSpec
+
+UNREADABLE = (OSError, KeyError, TypeError, AttributeError, SafetensorError, RemoteProtocolError)
+"""What reading a damaged checkpoint may raise, beside ValueError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +60,20 @@ def write_model(
     """A safetensors file of the anchor, durable under its final name only when whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(anchor_tensors(slot, parameters), temporary, metadata=metadata)
+    _save(anchor_tensors(slot, parameters), temporary, metadata)
     _sync_file(temporary)
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def _save(
+    tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]], path: Path, metadata: dict[str, str]
+) -> None:
+    """OSError when the disk does not take it, for which safetensors has an exception of its own."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from None
 
 
 def write_checkpoint(
@@ -70,17 +84,21 @@ def write_checkpoint(
     closed: bool,
     keep: int,
 ) -> Path:
-    """Write one committed state and drop the oldest beyond ``keep``; OSError when the disk does not take it."""
+    """Write one committed state and drop the oldest beyond ``keep``; OSError when the disk does not take it.
+
+    One at a time in a run's folder: what lies there half-written is an earlier life's, and removed.
+    """
     root = runs_folder / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)
+    for unfinished in root.glob(".*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     view_epoch, round_number = held.ref.lineage
     final = root / f"{view_epoch}-{round_number}"
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, replaced = root / f".{final.name}.new.tmp", root / f".{final.name}.old.tmp"
     temporary.mkdir()
     try:
         write_model(temporary / "model.safetensors", held.slot, parameters, {"format": "pt"})
-        save_file({}, temporary / "outer.safetensors")
+        _save({}, temporary / "outer.safetensors", {})
         (temporary / "ledger.msgpack").write_bytes(held.ledger.to_bytes())
         for name in ("outer.safetensors", "ledger.msgpack"):
             _sync_file(temporary / name)
@@ -96,9 +114,10 @@ def write_checkpoint(
         }
         write_json(temporary / "meta.json", meta)
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, replaced)
         os.replace(temporary, final)
         sync_folder(root)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -128,10 +147,14 @@ def list_checkpoints(runs_folder: Path) -> list[CheckpointRef]:
 
 
 def checkpoint_parameters(checkpoint: CheckpointRef) -> tuple[ParameterSpec, ...]:
-    return tuple(
-        ParameterSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype))
-        for name, shape, dtype in checkpoint.meta["parameters"]
-    )
+    """What it says that its tensors are; ValueError when it does not say."""
+    try:
+        return tuple(
+            ParameterSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype))
+            for name, shape, dtype in checkpoint.meta["parameters"]
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"meta.json has no parameters ({type(error).__name__})") from None
 
 
 def load_checkpoint(checkpoint: CheckpointRef, slots: SlotPool) -> Held:
@@ -144,19 +167,29 @@ def load_checkpoint(checkpoint: CheckpointRef, slots: SlotPool) -> Held:
         ledger = Ledger.from_bytes((folder / "ledger.msgpack").read_bytes())
         tau = TauState.from_bytes(bytes.fromhex(meta["tau"]))
         slot = slots.take()
-        flat = np.memmap(slot, dtype="<f4", mode="r+")
-        offset = 0
-        with safe_open(folder / "model.safetensors", framework="np") as tensors:
-            for parameter in checkpoint_parameters(checkpoint):
-                values = tensors.get_tensor(parameter.name).reshape(-1)
-                flat[offset : offset + values.size] = values
-                offset += values.size
-        anchor_digest = xxhash.xxh3_128(flat[:offset].data).digest()
-        digest = state_digest(anchor_digest, ledger, tau)
-        if digest.hex() != meta["digest"] or 4 * offset != slots.size_bytes:
+        try:
+            anchor_digest = _load_anchor(checkpoint, slot, slots.size_bytes)
+            digest = state_digest(anchor_digest, ledger, tau)
+            if digest.hex() != meta["digest"]:
+                raise ValueError("its parts do not belong together")
+        except (*UNREADABLE, ValueError):
             slots.unpin(slot)
-            raise ValueError("its parts do not belong together")
-    except (OSError, KeyError, TypeError, SafetensorError, RemoteProtocolError) as error:
+            raise
+    except UNREADABLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     ref = StateRef(lineage=checkpoint.lineage, digest=digest)
     return Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
+
+
+def _load_anchor(checkpoint: CheckpointRef, slot: Path, size_bytes: int) -> bytes:
+    """Read the tensors into the slot; the digest of what stands there. ValueError when they do not fill it."""
+    flat = np.memmap(slot, dtype="<f4", mode="r+")
+    offset = 0
+    with safe_open(checkpoint.folder / "model.safetensors", framework="np") as tensors:
+        for parameter in checkpoint_parameters(checkpoint):
+            values = tensors.get_tensor(parameter.name).reshape(-1)
+            flat[offset : offset + values.size] = values
+            offset += values.size
+    if 4 * offset != size_bytes:
+        raise ValueError(f"{4 * offset} bytes of parameters where {size_bytes} belong")
+    return xxhash.xxh3_128(flat.data).digest()

@@ -45,6 +45,7 @@ class StateKeeper:
         self._checkpointed_s = time.monotonic()
         self._checkpointed_view = 0
         self._writing = False
+        self._one_at_a_time = asyncio.Lock()
         self._scratch: Path | None = None
 
     def open(self, parameters: Sequence[ParameterSpec]) -> None:
@@ -81,7 +82,7 @@ class StateKeeper:
         slots = self.pool()
         if held.ref.digest in self._recent:
             slots.unpin(held.slot)  # already remembered, the same bytes
-            self.current = self._recent[held.ref.digest]
+            self.make_current(held.ref)
             return
         self._recent[held.ref.digest] = held
         for digest in [d for d, h in self._recent.items() if h is not self.current][
@@ -113,7 +114,7 @@ class StateKeeper:
         if request.part == HEAD:
             head = encode_head(held)
             return len(head), head[request.offset : request.offset + request.size]
-        if request.part != ANCHOR:
+        if request.part != ANCHOR or request.offset > self.pool().size_bytes:
             return None
         with open(held.slot, "rb") as file:
             file.seek(request.offset)
@@ -128,7 +129,9 @@ class StateKeeper:
             self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes
         )
         held = await adoption.fetch(ref, donors, give_up_s)
-        if ref.digest not in self._recent:
+        if ref.digest in self._recent:  # adopted for another view meanwhile
+            self.pool().unpin(held.slot)
+        else:
             self._recent[ref.digest] = held
         return self._recent[ref.digest]
 
@@ -153,8 +156,10 @@ class StateKeeper:
     # -- disk ---------------------------------------------------------------------------------------------------------
 
     def checkpoint_due(self, held: Held, every_s: float) -> bool:
-        """Time has passed, or the view of this committed state has none yet: on disk the base moves only with a checkpoint from its view,
-        and after a power cut a view without one would need the peers of the view before it, too.
+        """Time has passed, or the view of this committed state has none yet.
+
+        On disk the base moves only with a checkpoint from its view; after a power cut a view without one would
+        need the peers of the view before it, too.
         """
         view_epoch = held.ref.lineage[0]
         if self._writing or not view_epoch:
@@ -167,9 +172,10 @@ class StateKeeper:
         self._writing = True
         slots.pin(held.slot)
         try:
-            path = await asyncio.to_thread(
-                write_checkpoint, self._folder, held, self.parameters, history, closed, keep
-            )
+            async with self._one_at_a_time:  # the run may be closed while the last one is on its way
+                path = await asyncio.to_thread(
+                    write_checkpoint, self._folder, held, self.parameters, history, closed, keep
+                )
         except OSError as error:
             self._services.say(
                 f"checkpoint in {self._folder} failed: {error.strerror}; training goes on, free some room"
