@@ -254,10 +254,8 @@ def report(summary: Summary, *, plain: bool) -> list[str]:
     lines = ["", f"loss over {len(judged.rounds)} rounds (smoothed over three, weighted by samples)", ""]
     lines += curve(smooth_losses(summary), marks=_marks(summary), plain=plain)
     taus = [line["tau"] for line in judged.rounds]
-    lines += [
-        "",
-        f"tau over rounds   {'' if plain else sparkline(taus, 40) + '  '}from {taus[0]} to {taus[-1]}",
-    ]
+    moved = f"from {taus[0]} to {taus[-1]}" if taus else "no round"
+    lines += ["", f"tau over rounds   {'' if plain else sparkline(taus, 40) + '  '}{moved}"]
     share = summary.bytes_ddp / summary.bytes_sent if summary.bytes_sent else 0.0
     lines += [
         f"bytes sent        {format_size(summary.bytes_sent)} by all peers together",

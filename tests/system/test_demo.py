@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from p2p_dmc import demo
 from p2p_dmc.demo.plan import RUN
+from p2p_dmc.demo.story import Outcome
 from p2p_dmc.observe.audit import audit
 from p2p_dmc.observe.journal import read_lines
 
@@ -128,6 +130,36 @@ def test_the_audit_fails_on_doctored_journals(demonstration: tuple[Path, list[di
     finally:
         for home, text in journals.items():
             (home / "metrics.jsonl").write_text(text)
+
+
+def test_without_a_kill_the_demo_fails(
+    demonstration: tuple[Path, list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same journals, but a story in which nobody was killed, noticed or came back."""
+    outcome = Outcome(homes={peer: demonstration[0] / peer for peer in PEERS}, victim="p1")
+
+    class Uneventful:
+        def __init__(self, *parts: object) -> None:
+            pass
+
+        def run(self) -> Outcome:
+            return outcome
+
+    monkeypatch.setattr(demo, "Story", Uneventful)
+    assert demo.main(keep=None, seed=1, as_json=True, quick=True) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["checks"] == {
+        "equal": True,
+        "exact": True,
+        "killed": False,
+        "noticed": False,
+        "returned": False,
+    }
+    assert demo.main(keep=None, seed=1, as_json=False, quick=True) == 1
+    shown = capsys.readouterr().out
+    assert "no survivor ever said that p1 is dead" in shown and "loss over" in shown
 
 
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
