@@ -135,7 +135,8 @@ class Agreement(AgreementMachine):
         """
         self._begin(now_ms)
         if peer_id != self.me.peer_id:
-            self._book.judge(MemberId(peer_id=peer_id, boot=boot), state, version)
+            if self._book.judge(MemberId(peer_id=peer_id, boot=boot), state, version):
+                self._hasten()
             if state is not Verdict.REACHABLE:
                 self._book.joiners.pop(peer_id, None)
         return self._finish()
@@ -199,6 +200,21 @@ class Agreement(AgreementMachine):
             self._promise_to(view.peers)
         return self._finish()
 
+    def foreign_header(self, peer_id: str, view_epoch: int, now_ms: int) -> Ready:
+        """A peer's header (or any word of a round) names another view than the one that stands here.
+
+        Whichever of the two is behind learns it: nobody waits at the barrier of a view that others have left.
+        """
+        self._begin(now_ms)
+        if self.view is None or self._word is None:
+            self._accepted = False
+        elif view_epoch > self.view.view_epoch:
+            message = Cause(history=self.history, view_epoch=self.view.view_epoch, sender=self.me)
+            self._send(peer_id, message)
+        else:
+            self._send(peer_id, self._word)
+        return self._finish()
+
     def committed(self, lineage: Lineage) -> None:
         """Every member of the view is known to hold it."""
         self.committed_lineage = max(self.committed_lineage, lineage)
@@ -212,8 +228,10 @@ class Agreement(AgreementMachine):
         view = self.view
         if view is None or self.frozen:
             self._accepted = False
-            if state.lineage > self.completed.lineage:
+            known = self._known is not None and state.lineage[0] <= self._known.view_epoch
+            if known and state.lineage > self.completed.lineage:
                 self._late = state
+                self._hasten()
         elif self._behind and (state == view.start or state.lineage[0] == view.view_epoch):
             self._adopt(state)
         else:

@@ -140,8 +140,13 @@ class PeerBook:
         )
         return True
 
-    def judge(self, member: MemberId, verdict: Verdict, version: int | None) -> None:
-        """A verdict of membership. `version`: of the promises in the last acknowledgement, where known."""
+    def judge(self, member: MemberId, verdict: Verdict, version: int | None) -> bool:
+        """A verdict of membership; True if it is news.
+
+        Args:
+            version: of the promises in the last acknowledgement, where known.
+        """
+        news = (member.boot, verdict) != self.verdicts.get(member.peer_id, (member.boot, Verdict.REACHABLE))
         if self.note(member):
             self.verdicts[member.peer_id] = (member.boot, verdict)
         record = self.records.get(member)
@@ -151,6 +156,7 @@ class PeerBook:
                 self.records[member] = crash_record(promised)
         elif verdict is Verdict.REACHABLE and record is not None and not record.withdrawn:
             del self.records[member]
+        return news
 
     def withdraw(self, stopped: Stopped) -> bool:
         """A member's own farewell; False if it has been heard of since."""

@@ -335,7 +335,8 @@ class AgreementSettings:
     """An attempt later than this after the last one starts at once again."""
     stuck_ms: int = 1_000
     """An attempt that cannot end as it is (somebody came back, sets disagree) is replaced then; doubles."""
-    stuck_max_ms: int = 10_000
+    stuck_max_ms: int = 60_000
+    """Unless there is news: each attempt adds a promise to keep until the next checkpoint."""
     cause_ttl_ms: int = 2_000
     """A pre-vote counts for this long; it is repeated four times as often."""
 

@@ -167,6 +167,13 @@ class AgreementState:
     def _last_peers(self) -> tuple[str, ...]:
         return self._last.peers if self._last is not None else ()
 
+    def _hasten(self) -> None:
+        """There is news: an attempt that cannot end as it is need not wait as long as before."""
+        self._raises = 0
+        if self._attempt is not None:
+            soon_ms = self._now + self._randomised(self._settings.stuck_ms)
+            self._attempt.replace_at_ms = min(self._attempt.replace_at_ms, soon_ms)
+
     def _freeze(self) -> None:
         if not self.frozen:
             self.frozen = self._froze = True

@@ -291,6 +291,16 @@ class World:
             if self.r.random() < 0.9 or not self.lossy:
                 self.act(other, lambda core: core.join_requested(host.peer_id, self.now))
 
+    def repeat_header(self, host: Host) -> None:
+        """To members that it waits for; some of them may have moved on."""
+        if host.entry is None:
+            return
+        view = host.entry.view
+        for other in self.reachable(host):
+            stands = other.core is not None and other.core.view not in (None, view)
+            if other.peer_id in view.peers and stands:
+                self.act(other, lambda core: core.foreign_header(host.peer_id, view.view_epoch, self.now))
+
     def barrier(self, host: Host) -> None:
         """All members stand at a header barrier, and one wants a change."""
         view = host.core.view if host.core is not None else None
@@ -479,6 +489,8 @@ class World:
                 self.complete(host)
             if turn % 10 == 0 and self.r.random() < 0.3:
                 self.barrier(host)
+            if turn % 40 == 0:
+                self.repeat_header(host)
         if turn % 100 == 0 and not any(host.core.view for host in self.live() if host.core):
             stuck = [
                 host for host in self.live() if host.core and (host.core.left_out or not host.core._attempt)

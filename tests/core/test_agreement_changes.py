@@ -85,6 +85,22 @@ class TestLeftOut:
         cluster.standing("abc")
         assert not cluster["c"].left_out
 
+    def test_nobody_waits_at_the_barrier_of_a_view_that_others_have_left(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("c", UNREACHABLE)
+        cluster.deliver()
+        cluster.down.clear()
+        cluster.do("a", cluster["a"].foreign_header("c", 1, cluster.now))
+        cluster.deliver()
+        assert cluster["c"].left_out
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("c", UNREACHABLE)
+        cluster.deliver()
+        cluster.down.clear()
+        cluster.do("c", cluster["c"].foreign_header("a", 2, cluster.now))
+        cluster.deliver()
+        assert cluster["c"].left_out
+
     def test_a_laggard_installs_from_the_installed_words_of_others(self) -> None:
         cluster = Cluster("abc").run("abc")
         cluster.cut = {("a", "c"), ("b", "c")}
