@@ -35,6 +35,8 @@ class Plan:
     tau0: int = 16
     t0_s: float = 4.0
     """AdaComm looks at the loss so often, in seconds of its agreed clock."""
+    kill: bool = True
+    """False: nobody is killed, for comparison."""
     kill_at: float = 1 / 3
     """Share of the run's samples after which a peer is killed."""
     return_at: float = 0.5

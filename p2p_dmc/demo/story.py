@@ -65,8 +65,9 @@ class Story:
         address = self._seed()
         self._join_all(address)
         self._seeder_leaves()
-        self._kill()
-        self._bring_back()
+        if self._plan.kill:
+            self._kill()
+            self._bring_back()
         self._finish()
         return self.outcome
 
