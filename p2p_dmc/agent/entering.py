@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
@@ -92,6 +92,9 @@ class Entrance:
             return self._two_histories(mine, strangers)
         if standing:
             return self._ask(standing)
+        elders = [p for p in peers if p.meta.history and p.meta.samples and not self._fits(mine, p)]
+        if elders and not mine.history:
+            return replace(self._ask(elders), waiting=f"peer {elders[0].peer_id} has begun it and pauses")
         ready = tuple(sorted([me, *(p.peer_id for p in peers if self._fits(mine, p))]))
         now_s = self._clock()
         if ready != self._ready_set:
