@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tests.system.checks import check_finished
 from tests.system.cluster import Cluster, Peer
-from tests.system.scenario import NAMES, arguments, finish, start
+from tests.system.scenario import NAMES, START_S, arguments, finish, start
 
 FEW_EPOCHS = 3
+BAD_KEY = "2/00002"
 MOST_SKIPPED = 8
 """A bad sample may take what was handed out with it along, two batches at most."""
 
@@ -64,25 +65,37 @@ def test_another_model_is_refused_and_a_script_that_raises_leaves(cluster: Clust
 
 def test_a_sample_that_kills_trainers_is_put_aside(cluster: Cluster, data: Path) -> None:
     """Two trainers die of it, then it is skipped, and only what both had in hand with it."""
-    peers = run_with_a_bad_sample(cluster, data, "kill")
-    deaths = [e for p in peers for e in p.events("trainer_exit", signal="SIGSEGV")]
-    assert len(deaths) == 2, f"it killed {len(deaths)} trainers\n{cluster.report()}"
+    cluster.hurry()
+    seed, script = cluster.seed(data, "--name", "tiny"), bad_sample("kill", "--delay-ms", "60000")
+    peers = [cluster.join(name, seed, *script, "--slow", str(cluster.slow)) for name in NAMES[:2]]
+
+    def deaths() -> int:
+        return sum(len(p.events("trainer_exit", signal="SIGSEGV")) for p in peers)
+
+    cluster.wait(lambda: deaths() == 2, "two trainers have died", START_S)
+    cluster.slow.touch()  # the run must not end before both are back
+    cluster.wait(lambda: all(len(p.view["members"]) == 2 for p in peers), "both are back", START_S)
+    cluster.hurry()
+    cluster.ended(peers)
+    assert deaths() == 2
+    check_put_aside(peers)
 
 
 def test_a_sample_that_makes_nan_is_put_aside(cluster: Cluster, data: Path) -> None:
-    peers = run_with_a_bad_sample(cluster, data, "nan")
-    assert all(not p.events("trainer_exit", signal="SIGSEGV") for p in peers)
-    assert all(len(p.events("not_finite")) == 2 for p in peers), "two rounds have shown it"
-
-
-def run_with_a_bad_sample(cluster: Cluster, data: Path, fault: str) -> list[Peer]:
-    """One epoch on two peers. It finishes; the sample is skipped and named; all the rest counts once."""
-    key = "2/00002"
-    seed = cluster.seed(data, "--name", "tiny")
-    script = ["--epochs", "1", "--tau", "1", "--fault", fault, "--key", key]
+    seed, script = cluster.seed(data, "--name", "tiny"), bad_sample("nan")
     peers = [cluster.join(name, seed, *script, options=["--min-peers", "2"]) for name in NAMES[:2]]
     cluster.ended(peers)
+    assert all(len(p.events("not_finite")) == 2 for p in peers), "two rounds have shown it"
+    check_put_aside(peers)
+
+
+def bad_sample(fault: str, *more: str) -> list[str]:
+    """A script's arguments: one epoch, a round after each step, and one sample with a fault."""
+    return ["--epochs", "1", "--tau", "1", "--fault", fault, "--key", BAD_KEY, *more]
+
+
+def check_put_aside(peers: list[Peer]) -> None:
+    """The sample is skipped and named, with few others; all the rest counts once."""
     check_finished([p.home for p in peers], epochs=1, skipped=MOST_SKIPPED)
-    named = {k for p in peers for event in p.events("given_up") for k in event["keys"]}
-    assert key in named, f"{key} is not among {named}"
-    return peers
+    named = {key for p in peers for event in p.events("given_up") for key in event["keys"]}
+    assert BAD_KEY in named, f"{BAD_KEY} is not among {named}"

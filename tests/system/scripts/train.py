@@ -48,6 +48,13 @@ def decode(sample: dict, args: argparse.Namespace) -> tuple[torch.Tensor, int]:
     return x, int(sample["__key__"].split("/")[0])
 
 
+def linger(args: argparse.Namespace) -> None:
+    """The time of a step, cut short when the file goes away."""
+    end_s = time.monotonic() + args.delay_ms / 1000
+    while args.slow and os.path.exists(args.slow) and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
@@ -59,8 +66,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            if args.slow and os.path.exists(args.slow):
-                time.sleep(args.delay_ms / 1000)
+            linger(args)
             optimizer.step(loss)
         with torch.no_grad():
             total = sum(float(p.double().sum()) for p in model.parameters())
