@@ -32,14 +32,19 @@ class Adoption:
     async def fetch(self, ref: StateRef, donors: Callable[[], Sequence[str]], give_up_s: float) -> Held:
         """The state with this digest, verified; AdoptionFailedError after ``give_up_s`` without success."""
         deadline = asyncio.get_running_loop().time() + give_up_s
-        problem = "nobody holds it"
+        problem, attempts, lied = "nobody holds it", 0, False
         while asyncio.get_running_loop().time() < deadline:
             addresses = list(donors())
+            first = attempts % max(1, len(addresses))
+            ring = addresses[first:] + addresses[:first]  # another one first, each time
+            attempts += 1
             try:
                 if addresses:
-                    return await self._attempt(ref, addresses)
-            except (SourceLostError, RemoteProtocolError) as error:
+                    return await self._attempt(ref, ring[:1] if lied else ring)
+            except SourceLostError as error:
                 problem = str(error)
+            except RemoteProtocolError as error:
+                problem, lied = str(error), True  # of several it does not show which: from now on one by one
             await asyncio.sleep(RETRY_S)
         raise AdoptionFailedError(f"state {ref.lineage} could not be fetched: {problem}")
 
@@ -49,7 +54,10 @@ class Adoption:
             raise RemoteProtocolError(f"{address} says the state's head has {total} bytes")
         parts = [data]
         while (offset := sum(map(len, parts))) < total:
-            parts.append((await self._range(address, digest, part, offset))[1])
+            whole, data = await self._range(address, digest, part, offset)
+            if whole != total:
+                raise RemoteProtocolError(f"{address} changed its mind about the size of the state's head")
+            parts.append(data)
         return b"".join(parts)
 
     async def _range(self, address: str, digest: bytes, part: int, offset: int) -> tuple[int, bytes]:
@@ -78,7 +86,7 @@ class Adoption:
     async def _stripes(self, digest: bytes, total: int, addresses: list[str], memory: mmap.mmap) -> None:
         """Every donor serves what is left, chunk by chunk; a donor that fails leaves the rest to the others."""
         offsets = list(range(0, total, self._chunk))[::-1]
-        problems: list[str] = []
+        problems: dict[str, str] = {}
 
         async def donor(address: str) -> None:
             while offsets:
@@ -89,10 +97,12 @@ class Adoption:
                         raise SourceLostError(f"{address} has an anchor of {whole} bytes")
                 except SourceLostError as error:
                     offsets.append(offset)
-                    problems.append(str(error))
+                    problems[address] = str(error)
                     return
                 memory[offset : offset + len(data)] = data
 
-        await asyncio.gather(*(donor(a) for a in addresses for _ in range(2)))
-        if offsets:
-            raise SourceLostError(problems[-1])
+        while offsets:  # again when one was lost after the others had finished
+            able = [a for a in addresses if a not in problems]
+            if not able:
+                raise SourceLostError("; ".join(problems.values()))
+            await asyncio.gather(*(donor(a) for a in able for _ in range(2)))

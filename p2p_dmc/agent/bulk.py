@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkReply, BulkRequest
 from p2p_dmc.wire.transport import bind_router
 
+log = logging.getLogger("p2p_dmc.bulk")
 MAX_DATA_BYTES = 4 << 20
 IDLE_LINKS = 64
 
@@ -56,13 +58,19 @@ class BulkServer:
             except RemoteProtocolError:
                 self.bad += 1
                 continue
-            provider = self._providers.get(request.kind)
-            found = provider(request) if provider else None
-            total, data = found if found is not None else (-1, b"")
+            total, data = self._found(request) or (-1, b"")
             reply = codec.encode(BulkReply(request=request.request, total=total))
             with contextlib.suppress(zmq.ZMQError):
                 await self._router.send_multipart([frames[0], reply, data], flags=zmq.NOBLOCK, copy=True)
                 self.sent_bytes += len(data)
+
+    def _found(self, request: BulkRequest) -> tuple[int, bytes | memoryview] | None:
+        provider = self._providers.get(request.kind)
+        try:
+            return provider(request) if provider is not None else None
+        except OSError as error:  # what this disk does not give is asked of another peer
+            log.warning("bulk request %s: %s", request.kind.name, error)
+            return None
 
     def close(self) -> None:
         if self._task is not None:
@@ -134,7 +142,11 @@ class BulkClient:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_DATA_BYTES + (1 << 16))
         dealer.setsockopt(zmq.IPV6, 1)
-        dealer.connect(address)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.close(0)
+            raise SourceLostError(f"{address!r}: {error.strerror}") from None
         source = _Source(socket=dealer, task=asyncio.create_task(self._receive(address, dealer)))
         self._sources[address] = source
         return source
