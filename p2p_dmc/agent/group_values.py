@@ -6,6 +6,7 @@ are missed. Only members of the view are told, and only what members say is pass
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -16,6 +17,13 @@ from p2p_dmc.wire.trainer_messages import StoreGet, StoreSet, StoreValue
 
 MAX_VALUES = 4096
 MAX_VALUE_BYTES = 1 << 16
+
+
+def _owner(view: View, key: str) -> str:
+    """The member whose rank the key ends in; "" when it is nobody's."""
+    rank = key.rsplit("/", 1)[-1]
+    number = int(rank) if re.fullmatch("[0-9]{1,6}", rank) else len(view.members)
+    return view.members[number].peer_id if number < len(view.members) else ""
 
 
 class GroupValues:
@@ -38,12 +46,15 @@ class GroupValues:
 
     def _owns(self, peer_id: str, key: str) -> bool:
         """Whether the key's rank is this peer's: a stranger's bytes never reach gloo."""
-        rank = key.rsplit("/", 1)[-1]
-        members = self._view.members if self._view is not None else ()
-        return rank.isdigit() and int(rank) < len(members) and members[int(rank)].peer_id == peer_id
+        return self._view is not None and _owner(self._view, key) == peer_id
 
     def _keep(self, view_id: bytes, key: str, owner: str, value: bytes) -> bool:
+        """Whether it was kept: not in place of what the key's owner has said."""
         if len(value) > MAX_VALUE_BYTES or len(key) > 256 or len(view_id) != 16:
+            return False
+        said_by = self._values.get((view_id, key), (owner, b""))[0]
+        current = self._view is not None and view_id == self._view.view_id
+        if said_by != owner and current and self._owns(said_by, key):
             return False
         self._values[(view_id, key)] = (owner, value)
         while len(self._values) > MAX_VALUES:
@@ -64,10 +75,10 @@ class GroupValues:
         if wanted.view_id == view.view_id and self._owns(owner, wanted.key):
             to_trainer(StoreValue(view_id=wanted.view_id, key=wanted.key, value=value))
             return
-        rank = wanted.key.rsplit("/", 1)[-1]
-        if wanted.view_id == view.view_id and rank.isdigit() and int(rank) < len(view.members):
+        asked = _owner(view, wanted.key)
+        if wanted.view_id == view.view_id and asked:
             request = GroupValueRequest(view_id=wanted.view_id, key=wanted.key)
-            self._services.send(view.members[int(rank)].peer_id, request, self._run)
+            self._services.send(asked, request, self._run)
 
     def arrived(self, sender: str, value: GroupValue, to_trainer: Callable[[object], None]) -> None:
         """A value of another member. It may come before this peer has installed the view: then it is kept."""
