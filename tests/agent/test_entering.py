@@ -1,31 +1,22 @@
-"""How a ready trainer gets into a view, from what the others say of the run."""
+"""How a ready trainer gets in: every step, with a clock of our own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from pathlib import Path
 
-from p2p_dmc.agent.entering import Entrance, OtherPeer, Step
+import pytest
+
+from p2p_dmc.agent.entering import Entrance, OtherPeer, Step, others
+from p2p_dmc.core.membership import MemberState
 from p2p_dmc.wire.messages import RunMeta
+from tests.agent.helpers import peer, record, run_meta, surroundings
 
-STILL_MS, RETRY_MS = 700, 500
-NEW = RunMeta(
-    name="train",
-    boot=1,
-    history=b"",
-    view_epoch=0,
-    ready=True,
-    fingerprint=b"same",
-    samples=0,
-    quorum="majority",
-    backend="auto",
-    on_lost="wait",
-)
-BEGUN = replace(NEW, history=b"h" * 16, samples=64)
+ME = peer(5)
+H1, H2 = b"1" * 16, b"2" * 16
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 
@@ -33,47 +24,146 @@ class Clock:
         return self.now_s
 
 
-def looks(mine: RunMeta, *others: RunMeta, min_peers: int = 1, seed_known: bool = True) -> Step:
-    """What peer "m" does once the others ("a", "b", ...) have said the same for a while."""
-    clock = Clock()
-    entrance = Entrance(min_peers, STILL_MS, RETRY_MS, clock)
-    peers = [OtherPeer(peer_id=name, meta=meta) for name, meta in zip("abcdef", others, strict=False)]
-    entrance.step(mine, "m", peers, seed_known)
-    clock.now_s += 2.0
-    return entrance.step(mine, "m", peers, seed_known)
+class Door:
+    """An entrance that founds after 0.7 s of stillness and asks every 0.5 s."""
+
+    def __init__(self, min_peers: int = 1) -> None:
+        self.clock = Clock()
+        self.entrance = Entrance(min_peers, 700, 500, self.clock)
+
+    def after(
+        self, seconds: float, *peers: OtherPeer, mine: RunMeta | None = None, seed_known: bool = True
+    ) -> Step:
+        self.clock.now_s += seconds
+        return self.entrance.step(mine or run_meta(), ME, peers, seed_known)
 
 
-def test_all_that_are_ready_found_together() -> None:
-    assert looks(NEW, NEW, replace(NEW, ready=False)) == Step(found=("a", "m"))
+def other(i: int, **facts: object) -> OtherPeer:
+    return OtherPeer(peer_id=peer(i), meta=run_meta(**facts))
 
 
-def test_nobody_founds_before_a_seed_has_answered_or_too_few_are_ready() -> None:
-    assert not looks(NEW, seed_known=False).found
-    assert not looks(NEW, NEW, min_peers=3).found
+def test_it_founds_with_all_that_are_ready_once_nothing_has_changed_for_a_while() -> None:
+    door = Door()
+    assert door.after(0, other(7)) == Step()
+    assert door.after(0.6, other(7)) == Step()
+    assert door.after(0.6, other(7), other(3)) == Step()  # somebody came: from the beginning
+    assert door.after(0.6, other(7), other(3)) == Step()
+    assert door.after(0.11, other(7), other(3)) == Step(found=(peer(3), ME, peer(7)))
+    assert door.after(0, other(7), other(3), other(9, ready=False)).found  # who is not ready is no change
+    assert door.after(0, other(7)) == Step()  # somebody left
 
 
-def test_a_standing_view_is_asked() -> None:
-    assert looks(NEW, replace(BEGUN, view_epoch=3)).ask == ("a",)
+def test_alone_it_founds_alone() -> None:
+    door = Door()
+    door.after(0)
+    assert door.after(0.7) == Step(found=(ME,))
 
 
-def test_a_run_that_pauses_elsewhere_is_not_founded_anew() -> None:
-    """The only trainer so far has died and is starting again: its samples are not to be trained twice."""
-    for paused in (replace(BEGUN, ready=False), replace(BEGUN, fingerprint=b"other")):
-        step = looks(NEW, paused)
-        assert step.ask == ("a",) and not step.found and "has begun it" in step.waiting
+def test_it_waits_for_the_seed_and_for_enough_trainers_and_says_so() -> None:
+    door = Door(min_peers=3)
+    assert door.after(0, other(1), seed_known=False).waiting == "no seed has answered yet"
+    assert door.after(9, other(1)).waiting == "2 of at least 3 trainers are ready (--min-peers)"
+    assert door.after(9, other(1), other(2, fingerprint=b"else")).waiting.startswith("2 of at least 3")
+    assert door.after(9, other(1), other(2)) == Step()  # enough, and still for no time yet
+    assert len(door.after(0.7, other(1), other(2)).found) == 3
 
 
-def test_it_goes_on_with_those_who_have_begun_it() -> None:
-    assert looks(NEW, BEGUN).found == ("a", "m")
-    assert looks(BEGUN, replace(BEGUN, ready=False)).found == ("m",), "its quorum decides, not this"
+def test_a_run_that_has_begun_does_not_wait_for_min_peers() -> None:
+    """Its quorum decides who may go on."""
+    door = Door(min_peers=3)
+    door.after(0, mine=run_meta(history=H1))
+    assert door.after(0.7, mine=run_meta(history=H1)) == Step(found=(ME,))
 
 
-def test_a_history_in_which_nothing_is_committed_is_no_reason_to_wait() -> None:
-    assert looks(NEW, replace(BEGUN, samples=0, ready=False)).found == ("m",)
+def test_others_of_the_same_history_or_none_found_together() -> None:
+    door = Door()
+    mine = run_meta(history=H1, samples=5)
+    peers = (other(1), other(2, history=H1))
+    door.after(0, *peers, mine=mine)
+    assert door.after(0.7, *peers, mine=mine) == Step(found=(peer(1), peer(2), ME))
 
 
-def test_of_two_histories_one_without_samples_yields() -> None:
-    other = replace(BEGUN, history=b"o" * 16)
-    assert looks(replace(BEGUN, samples=0), other).yield_to == b"o" * 16
-    step = looks(BEGUN, other)
-    assert not step.found and "another history" in step.waiting
+def test_who_trains_something_else_is_not_founded_with() -> None:
+    """Of two groups the one with the smallest peer founds; the other asks to join, and is told the difference."""
+    misfit = other(1, fingerprint=b"e" * 8)
+    door = Door()
+    door.after(0, misfit)
+    assert door.after(9, misfit) == Step()
+    misfit = other(8, fingerprint=b"e" * 8)
+    door = Door()
+    door.after(0, misfit)
+    assert door.after(9, misfit) == Step(found=(ME,))
+    asleep = other(1, fingerprint=b"e" * 8, ready=False)
+    door = Door()
+    door.after(0, asleep)
+    assert door.after(9, asleep) == Step(found=(ME,))
+
+
+def test_where_a_view_stands_it_asks_now_and_then() -> None:
+    door = Door()
+    standing = other(2, view_epoch=4, history=H1)
+    assert door.after(0, standing, other(3)) == Step(ask=(peer(2),))
+    assert door.after(0.4, standing, other(3)) == Step()
+    assert door.after(0.1, standing, other(3)) == Step(ask=(peer(2),))
+    assert door.after(9, standing, seed_known=False) == Step(ask=(peer(2),))  # no founding, so no seed needed
+    many = [other(i, view_epoch=1, history=H1) for i in range(20)]
+    assert len(door.after(9, *many).ask) == 8
+
+
+# -- two histories ----------------------------------------------------------------------------------------------------
+
+
+def test_a_history_that_has_committed_nothing_yields() -> None:
+    door = Door()
+    assert door.after(0, other(1, history=H2, samples=5), mine=run_meta(history=H1)) == Step(yield_to=H2)
+    assert door.after(0, other(1, history=H2), mine=run_meta(history=H1, samples=5)) == Step()  # it yields
+    assert door.after(0, other(1, history=H2), mine=run_meta(history=H1)) == Step(yield_to=H2)
+    assert door.after(0, other(1, history=H1), mine=run_meta(history=H2)) == Step()
+    best = (other(1, history=H1, samples=3), other(2, history=b"3" * 16, samples=9))
+    assert door.after(0, *best, mine=run_meta(history=H2)) == Step(yield_to=b"3" * 16)
+
+
+def test_of_two_histories_with_samples_neither_yields_and_both_are_named() -> None:
+    theirs = other(1, history=H2, samples=7, view_epoch=3)
+    step = Door().after(0, theirs, mine=run_meta(history=H1, samples=5))
+    assert step == Step(waiting=step.waiting)
+    for word in (peer(1)[:8], H2.hex()[:8], "7 samples", H1.hex()[:8], "5", "give one another --run name"):
+        assert word in step.waiting
+
+
+@pytest.mark.parametrize(("a", "b"), itertools.product([0, 4, 9], repeat=2))
+def test_of_two_that_meet_at_most_one_yields(a: int, b: int) -> None:
+    """Both look at each other: exactly one gives way if either has nothing, else none."""
+    one, two = run_meta(history=H1, samples=a), run_meta(history=H2, samples=b)
+    seen_by_one = Door().after(0, OtherPeer(peer_id=peer(2), meta=two), mine=one)
+    seen_by_two = Door().after(0, OtherPeer(peer_id=peer(1), meta=one), mine=two)
+    yields = bool(seen_by_one.yield_to) + bool(seen_by_two.yield_to)
+    assert yields == (1 if 0 in (a, b) else 0)
+    assert not seen_by_one.found and not seen_by_two.found
+
+
+def test_a_stranger_without_a_view_or_without_a_history_is_no_second_history() -> None:
+    door = Door()
+    door.after(0, other(1), mine=run_meta(history=H1))
+    assert door.after(0.7, other(1), mine=run_meta(history=H1)).found
+    door = Door()
+    assert door.after(0, other(1, history=H1, view_epoch=2)).ask  # I have none: I join it
+
+
+# -- who is there -----------------------------------------------------------------------------------------------------
+
+
+def test_others_are_the_living_that_speak_of_this_run(tmp_path: Path) -> None:
+    around = surroundings(tmp_path, me=5)
+    mine, another = run_meta(name="r"), run_meta(name="q")
+    around.members += [
+        record(1, another, mine),
+        record(2, mine, state=MemberState.SUSPECT),
+        record(3, mine, state=MemberState.DEAD),
+        record(4, mine, state=MemberState.LEFT),
+        record(5, mine),
+        record(6, another),
+        record(7),
+    ]
+    assert [o.peer_id for o in others(around.services, "r")] == [peer(1), peer(2)]
+    assert [o.peer_id for o in others(around.services, "q")] == [peer(1), peer(6)]
