@@ -19,11 +19,11 @@ MAX_VALUES = 4096
 MAX_VALUE_BYTES = 1 << 16
 
 
-def _owner(view: View, key: str) -> str:
-    """The member whose rank the key ends in; "" when it is nobody's."""
+def _owner(view: View, key: str) -> str | None:
+    """The member whose rank the key ends in, if there is one."""
     rank = key.rsplit("/", 1)[-1]
     number = int(rank) if re.fullmatch("[0-9]{1,6}", rank) else len(view.members)
-    return view.members[number].peer_id if number < len(view.members) else ""
+    return view.members[number].peer_id if number < len(view.members) else None
 
 
 class GroupValues:
@@ -76,7 +76,7 @@ class GroupValues:
             to_trainer(StoreValue(view_id=wanted.view_id, key=wanted.key, value=value))
             return
         asked = _owner(view, wanted.key)
-        if wanted.view_id == view.view_id and asked:
+        if wanted.view_id == view.view_id and asked is not None:
             request = GroupValueRequest(view_id=wanted.view_id, key=wanted.key)
             self._services.send(asked, request, self._run)
 
