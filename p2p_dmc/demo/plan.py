@@ -69,7 +69,7 @@ def full(seed: int) -> Plan:
 
 def quick(seed: int) -> Plan:
     """The same story in less time, for tests."""
-    return Plan(seed=seed, epochs=16, files=200, window=128, tau0=8, t0_s=1.5, return_at=0.36)
+    return Plan(seed=seed, epochs=14, files=240, window=128, tau0=5, t0_s=1.5, return_at=0.36)
 
 
 def source_files(root: Path) -> list[Path]:

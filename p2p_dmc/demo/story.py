@@ -106,11 +106,13 @@ class Story:
         )
 
     def _join_all(self, seed: str) -> None:
-        for peer in self._peers.values():
-            self._join(peer, seed)
-            self.progress.peers[peer.name].state = "starting"
+        """The first with the seeder's address, the others with both: the seeder may be gone before they ask."""
         names = ", ".join(self._peers)
         self._say("phase", f"{names} join; each imports torch, fetches its shards, and they found a run")
+        first = self.progress.peers[self._plan.names[0]]
+        for peer in self._peers.values():
+            self._join(peer, f"{seed},{first.address}" if first.address else seed)
+            self._until(lambda: first.address != "", "the first peer to listen")
         self._until(lambda: all(self.progress.round_times[n] for n in self._peers), "the first round")
         self.outcome.training_s = time.time()
         self._say("training", "every peer has completed its first round")
@@ -126,7 +128,13 @@ class Story:
     def _kill(self) -> None:
         outcome, due = self.outcome, self._samples_due()
         victim = self._peers[outcome.victim]
-        self._until(lambda: self.progress.run.samples >= self._plan.kill_at * due, "a third of the run")
+
+        def in_the_midst() -> bool:
+            """A third of the way in, and not at an epoch's end, when nobody has anything left to take over."""
+            samples = self.progress.run.samples
+            return samples >= self._plan.kill_at * due and 0.1 < samples / outcome.files % 1 < 0.7
+
+        self._until(in_the_midst, "a third of the run")
         if not victim.running:
             raise UserError(
                 f"{victim.name} had ended before it could be killed; its words: {victim.last_line()}"
