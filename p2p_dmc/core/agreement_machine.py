@@ -295,6 +295,7 @@ class AgreementMachine(AgreementState):
         inside = self.me.peer_id in word.members
         attempt = self._attempt
         if inside and attempt is not None and attempt.n == word.n:
+            self.left_out = False
             attempt.hear(word)
         elif (self._last is None or word.n > self._last.view_epoch) and (not inside or word.n > self._n):
             self._leave(word)
@@ -303,6 +304,10 @@ class AgreementMachine(AgreementState):
         attempt, sender = self._attempt, word.sender.peer_id
         inside = self.me.peer_id in word.members
         if attempt is not None and word.n == attempt.n:
+            if self.left_out and inside:  # let in again, under a number this peer had said already
+                self.left_out = False
+                for peer in attempt.members:
+                    self._send(peer, attempt.words[self.me.peer_id])
             self._merge(attempt, word)
         elif word.n > self._n:
             if inside or (attempt is not None and not self.left_out):

@@ -8,6 +8,7 @@ from p2p_dmc.core.agreement_messages import (
     MemberId,
     Promises,
     Stopped,
+    Surpassed,
     ViewRef,
 )
 from p2p_dmc.core.quorum import Quorum
@@ -100,6 +101,23 @@ class TestLeftOut:
         cluster.do("c", cluster["c"].foreign_header("a", 2, cluster.now))
         cluster.deliver()
         assert cluster["c"].left_out
+
+    def test_one_may_be_let_in_again_under_a_number_it_had_said_already(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("c", UNREACHABLE)
+        cluster.deliver()
+        cluster.down.clear()
+        cluster.verdict("c", REACHABLE)
+        cluster["c"].at_barrier(cluster.now)  # says 2
+        ready = cluster["c"].receive(Surpassed(sender=cluster["b"].me, n=2), cluster.now)  # says 3
+        cluster.do("c", ready)
+        cluster.deliver()
+        assert cluster["c"].left_out and cluster["c"].promises.n == 3
+        for name in "ab":
+            cluster.do(name, cluster[name].join_requested("c", cluster.now))
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster.standing("abc").view_epoch == 3
 
     def test_a_laggard_installs_from_the_installed_words_of_others(self) -> None:
         cluster = Cluster("abc").run("abc")
