@@ -58,6 +58,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
         {
             "n": promises.n,
             "history": promises.history.hex(),
+            "courted": promises.courted.hex(),
             "base": _view_to_json(promises.base),
             "known": _view_to_json(promises.known),
             "pending": [_view_to_json(v) for v in promises.pending],
@@ -78,6 +79,7 @@ def load_record(folder: Path) -> RunRecord | None:
         promises = Promises(
             n=int(data["n"]),
             history=bytes.fromhex(data["history"]),
+            courted=bytes.fromhex(data["courted"]),
             base=_view_from_json(data["base"]),
             known=_view_from_json(data["known"]),
             pending=pending,
@@ -97,10 +99,10 @@ def save_run(folder: Path, **facts: Any) -> None:
 
 def load_run(folder: Path) -> dict[str, Any]:
     try:
-        data: dict[str, Any] = json.loads((folder / "run.json").read_text())
-        return data
+        data = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return {}
+    return data if isinstance(data, dict) else {}
 
 
 def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
