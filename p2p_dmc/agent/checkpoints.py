@@ -98,7 +98,7 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         write_model(temporary / "model.safetensors", held.slot, parameters, {"format": "pt"})
-        _save({}, temporary / "outer.safetensors", {})
+        _save({}, temporary / "outer.safetensors", {"format": "pt"})
         (temporary / "ledger.msgpack").write_bytes(held.ledger.to_bytes())
         for name in ("outer.safetensors", "ledger.msgpack"):
             _sync_file(temporary / name)
