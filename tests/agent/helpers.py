@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -152,6 +151,16 @@ def state(
     return Held(ref=ref, slot=slot, anchor_digest=anchor, ledger=ledger, tau=tau)
 
 
+class PlainFolder(MemoryFolder):
+    """The agent's memory in its home: what a test kills leaves nothing outside of the test's folder."""
+
+    def folder(self, needed_bytes: int) -> Path:
+        self._home.root.mkdir(parents=True, exist_ok=True)
+        folder = self._home.root / "memory"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
 @dataclass
 class Around:
     """Services of one peer, and what it said through them."""
@@ -174,7 +183,7 @@ def surroundings(
     data: DataService | None = None,
     settings: AgentSettings | None = None,
 ) -> Around:
-    """A home in ``root`` and everything a run may use, without an agent. Remove ``services.memory`` after use."""
+    """A home in ``root`` and everything a run may use, without an agent."""
     home = Home(root / f"home{me}")
     home.create()
     sent: list[tuple[str, object, str]] = []
@@ -189,7 +198,7 @@ def surroundings(
         name=f"peer{me}",
         settings=settings or AgentSettings(),
         journal=journal,
-        memory=MemoryFolder(home, hashlib.blake2b(str(home.root).encode(), digest_size=16).hexdigest()),
+        memory=PlainFolder(home, peer(me)),
         bulk=cast(BulkClient, bulk),
         data=cast(DataService, data),
         send=lambda to, message, run: sent.append((to, message, run)),

@@ -283,10 +283,6 @@ class World:
         assert +self.slots._pins == {held.slot: 1}
         return held
 
-    def close(self) -> None:
-        for around in (*self.arounds, self.wanting):
-            around.services.memory.remove()
-
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,11 +294,7 @@ def with_donors(
 ) -> None:
     async def inner() -> None:
         async with pair(timeout_ms) as p:
-            world = World(root, p, count)
-            try:
-                await work(world)
-            finally:
-                world.close()
+            await work(World(root, p, count))
 
     run(inner())
 

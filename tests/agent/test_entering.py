@@ -131,7 +131,7 @@ def test_of_two_histories_with_samples_neither_yields_and_both_are_named() -> No
         assert word in step.waiting
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product([0, 4, 9], repeat=2))
+@pytest.mark.parametrize(("a", "b"), list(itertools.product([0, 4, 9], repeat=2)))
 def test_of_two_that_meet_at_most_one_yields(a: int, b: int) -> None:
     """Both look at each other: exactly one gives way if either has nothing, else none."""
     one, two = run_meta(history=H1, samples=a), run_meta(history=H2, samples=b)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +28,8 @@ from tests.agent.helpers import DATASET, NUMEL, PARAMETERS, POLICY, Around, fill
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> Iterator[Around]:
-    made = surroundings(tmp_path)
-    yield made
-    made.services.memory.remove()
+def around(tmp_path: Path) -> Around:
+    return surroundings(tmp_path)
 
 
 @pytest.fixture

@@ -1,0 +1,202 @@
+"""A run's promises and settings on disk, and how a difference is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_dmc.agent.run_files import (
+    RunRecord,
+    fingerprint,
+    fingerprint_digest,
+    first_difference,
+    load_record,
+    load_run,
+    payload_spec,
+    save_record,
+    save_run,
+)
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.agreement_messages import MemberId, Promises, ViewRef
+from p2p_dmc.errors import UserError
+from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
+from tests.agent.helpers import DATASET, PARAMETERS, member
+from tests.wire.values import any_of
+
+VIEW = ViewRef(view_epoch=3, members=(member(1), member(2, boot=7)))
+PROMISES = Promises(
+    n=9,
+    history=b"h" * 16,
+    base=VIEW,
+    known=None,
+    courted=b"c" * 16,
+    pending=(VIEW, replace(VIEW, view_epoch=4)),
+)
+RECORD = RunRecord(promises=PROMISES, closed=True, boot=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(promises=any_of(Promises), closed=st.booleans(), boot=st.integers(0, 2**62))
+def test_records_there_and_back(
+    tmp_path_factory: pytest.TempPathFactory, promises: Promises, closed: bool, boot: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run") / "deep"
+    record = RunRecord(promises=promises, closed=closed, boot=boot)
+    save_record(folder, record)
+    assert load_record(folder) == record
+
+
+def test_who_never_took_part_has_no_record(tmp_path: Path) -> None:
+    assert load_record(tmp_path) is None and load_record(tmp_path / "nowhere") is None
+
+
+def damaged(**facts: Any) -> str:
+    """The record's file with some entries changed; None: left out."""
+    whole: dict[str, Any] = {
+        "n": 9,
+        "history": "68" * 16,
+        "courted": "",
+        "base": [3, [["a", 1]]],
+        "known": None,
+        "pending": [[3, [["a", 1]]]],
+        "closed": True,
+        "boot": 5,
+    }
+    changed = whole | facts
+    return json.dumps({name: value for name, value in changed.items() if value != "left out"})
+
+
+def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "agreement.json").write_text(damaged())
+    record = load_record(tmp_path)
+    one = ViewRef(view_epoch=3, members=(MemberId(peer_id="a", boot=1),))
+    assert record == RunRecord(
+        promises=Promises(n=9, history=b"h" * 16, base=one, known=None, pending=(one,)), closed=True, boot=5
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "[]", "{}", "7", '"x"', damaged()[:-1], damaged()[: len(damaged()) // 2],
+        *(damaged(**{name: "left out"}) for name in json.loads(damaged())),
+        damaged(n="x"), damaged(n=-1), damaged(n=None), damaged(history="zz"), damaged(history=5), damaged(courted=5),
+        damaged(history="68"), damaged(base=[3]), damaged(base=[3, [["a"]]]), damaged(base=[3, []]),
+        damaged(base={"x": 1}), damaged(base=7), damaged(pending=7), damaged(pending=[7]),
+        damaged(pending=[[3, [["b", 1], ["a", 1]]]]), damaged(pending=[[3, [["", 1]]]]), damaged(boot="x"),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_an_error_and_never_no_record(tmp_path: Path, text: str) -> None:
+    """To go on without it could break a promise."""
+    (tmp_path / "agreement.json").write_text(text)
+    with pytest.raises(UserError, match=r"agreement\.json is damaged; use another --home"):
+        load_record(tmp_path)
+
+
+def test_a_record_replaces_the_one_before(tmp_path: Path) -> None:
+    save_record(tmp_path, RECORD)
+    save_record(tmp_path, replace(RECORD, closed=False, boot=6))
+    assert load_record(tmp_path) == replace(RECORD, closed=False, boot=6)
+    assert [p.name for p in tmp_path.iterdir()] == ["agreement.json"]
+
+
+def test_facts_of_a_run_add_up(tmp_path: Path) -> None:
+    assert load_run(tmp_path) == {}
+    save_run(tmp_path / "r", fingerprint=[["epochs", "3"]], finished=None)
+    save_run(tmp_path / "r", finished={"digest": "ab"})
+    assert load_run(tmp_path / "r") == {"fingerprint": [["epochs", "3"]], "finished": {"digest": "ab"}}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7"])
+def test_facts_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert load_run(tmp_path) == {}
+    save_run(tmp_path, a=1)
+    assert load_run(tmp_path) == {"a": 1}
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+READY = RunReady(
+    dataset=DATASET,
+    seed=1,
+    epochs=3,
+    batch_size=8,
+    parameters=PARAMETERS,
+    tau_policy=TauPolicy(kind="fixed", tau0=4).to_bytes(),
+    outer="average",
+)
+
+
+def settings_of(ready: RunReady = READY, name: str = "digits", **facts: str) -> tuple[tuple[str, str], ...]:
+    given_ = {"quorum": "majority", "backend": "auto", "on_lost": "wait"} | facts
+    return fingerprint(ready, name, **given_)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (settings_of(replace(READY, epochs=4)), "epochs is 4 here and 3 in the run"),
+        (settings_of(replace(READY, seed=2)), "seed is 2 here and 1 in the run"),
+        (
+            settings_of(replace(READY, dataset=b"e" * 16)),
+            f"data set is digits {(b'e' * 6).hex()} here and digits ",
+        ),
+        (settings_of(name="letters"), "data set is letters"),
+        (settings_of(quorum="strict"), "quorum is strict here and majority in the run"),
+        (settings_of(backend="nccl"), "backend is nccl here and auto in the run"),
+        (settings_of(replace(READY, outer="nesterov")), "outer optimizer is nesterov here and average"),
+        (
+            settings_of(replace(READY, tau_policy=TauPolicy(kind="adacomm", tau0=4, t0_ms=1500).to_bytes())),
+            "tau is AdaComm(tau0=4, t0=1.5 s) here and 4 in the run",
+        ),
+        (settings_of(replace(READY, parameters=PARAMETERS[:1])), "number of parameters is 1 here and 2"),
+        (
+            settings_of(replace(READY, parameters=(replace(PARAMETERS[0], shape=(3, 2)), PARAMETERS[1]))),
+            "parameter weight is 3x2 float32 here and 2x3 float32 in the run",
+        ),
+        (
+            settings_of(replace(READY, parameters=(PARAMETERS[0], replace(PARAMETERS[1], dtype="float16")))),
+            "parameter bias is scalar float16 here and scalar float32 in the run",
+        ),
+        (
+            settings_of(replace(READY, parameters=(PARAMETERS[0], replace(PARAMETERS[1], name="b")))),
+            "parameter bias is missing here and scalar float32 in the run",
+        ),
+        ((*settings_of(), ("new setting", "7")), "new setting is 7 here and missing in the run"),
+        (settings_of(replace(READY, epochs=4, seed=2)), "epochs"),  # the first one
+    ],
+)
+def test_the_first_difference_is_named(theirs: tuple[tuple[str, str], ...], said: str) -> None:
+    difference = first_difference(settings_of(), theirs)
+    assert difference is not None and difference.startswith(said)
+    assert fingerprint_digest(theirs) != fingerprint_digest(settings_of())
+
+
+def test_batch_size_may_differ() -> None:
+    same = settings_of(replace(READY, batch_size=99))
+    assert first_difference(settings_of(), same) is None
+    assert (
+        fingerprint_digest(same) == fingerprint_digest(settings_of()) and len(fingerprint_digest(same)) == 8
+    )
+
+
+def test_the_order_of_parameters_is_told_apart_where_it_matters() -> None:
+    """The flat buffer is one thing, the settings in words another."""
+    swapped = PARAMETERS[::-1]
+    assert payload_spec(PARAMETERS) != payload_spec(swapped) and len(payload_spec(PARAMETERS)) == 16
+    assert payload_spec(PARAMETERS) == payload_spec(list(PARAMETERS))
+    specs = [
+        (ParameterSpec(name="a", shape=(2, 3), dtype="float32"),),
+        (ParameterSpec(name="a", shape=(3, 2), dtype="float32"),),
+        (ParameterSpec(name="a", shape=(2, 3), dtype="float16"),),
+        (ParameterSpec(name="b", shape=(2, 3), dtype="float32"),),
+        (),
+    ]
+    assert len({payload_spec(s) for s in specs}) == len(specs)
