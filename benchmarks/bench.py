@@ -3,7 +3,7 @@
 A benchmark is a file ``benchmarks/NAME.py`` with
 
 - a module docstring: what is measured, and under "Keys:" every key of its JSON object;
-- ``parser()``, built by ``bench.parser(__doc__, NAME)``, which has ``--quick --seed --json --out`` already;
+- options by ``bench.parser(__doc__, NAME)``, which has ``--quick --seed --json --out`` already;
 - ``main(argv)``, which ends with ``return bench.finish(options, results, violations)``.
 
 It imports torch only in the processes that it starts: ``--help`` is quick. Progress goes to standard error by
@@ -34,6 +34,11 @@ LAB_START_S = 60.0
 END_GRACE_S = 10.0
 
 
+COMMON_KEYS = """Keys of every benchmark's JSON object, besides its own:
+  benchmark, quick, seed
+  violations  invariants that did not hold, one line each; any makes the exit code 1, a speed never does"""
+
+
 class BenchError(Exception):
     """One line for the user: what is missing, and the remedy."""
 
@@ -46,6 +51,7 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=f"benchmarks/{name}.py",
         description=doc,
+        epilog=COMMON_KEYS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.set_defaults(benchmark=name)

@@ -10,7 +10,7 @@ The clock of a contestant runs from its first step on any host to the end of tra
 comes over the network, DDP's is on every host from the start.
 
 Keys:
-  benchmark, quick, seed, command, date, cores, load_before, python, torch, kernel
+  command, date, cores, load_before, python, torch, kernel
   hosts, data ("made-up" or "mnist"), parameters, batch_size (per host), epochs, samples (of all epochs)
   steps         local steps per host: samples / (hosts x batch_size)
   tau, t0_s     local steps per round (AdaComm: of its first round), seconds between AdaComm's decisions
@@ -28,9 +28,9 @@ Keys:
   ratios        for "fixed" and "adacomm", DDP's figure divided by theirs: speed (s_per_step), bytes (sent_bytes),
                 time_to_loss (seconds to the first entry of "loss" that is at most the greatest of the three
                 contestants' last ones)
-  violations    invariants that did not hold, one line each; any makes the exit code 1: equal digests on all peers
-                in every round and at the end, every sample exactly once in the ledger of each epoch and in the
-                trainers' hands, bytes that the interfaces can have moved and that the reductions need
+  violations    of these: equal digests on all peers in every round and at the end, every sample exactly once in the
+                ledger of each epoch and in the trainers' hands, bytes that the interfaces can have moved and that
+                the reductions need
 """
 
 from __future__ import annotations

@@ -45,10 +45,11 @@ def test_help_is_there_without_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_common_options(name: str) -> None:
-    parser = importlib.import_module(name).parser()
-    options = parser.parse_args(["--quick", "--seed", "7", "--json", "--out", "x.json"])
-    assert (options.quick, options.seed, options.json, options.out) == (True, 7, True, Path("x.json"))
-    assert not parser.parse_args([]).quick
+    words = ["--quick", "--seed", "7", "--json", "--out", "x.json", "--no-such-option"]
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *words]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.rstrip().endswith("error: unrecognized arguments: --no-such-option")
 
 
 def test_result_is_written_whole_and_violations_decide(tmp_path: Path, capsys: Any) -> None:
