@@ -21,10 +21,7 @@ def waiting(run: Run) -> str:
     """Why no round can be had, in words; "" when nothing is in the way."""
     if run.end.outcome or run.agreement is None or not run.desk.up:
         return ""
-    if run.training is None:
-        reason = run.waiting
-    else:
-        reason = run.agreement.waiting_for() or "" if run.training.frozen else ""
+    reason = run.waiting if run.training is None else run.agreement.waiting_for() or ""
     return PEER_ID.sub(lambda found: _name(run, found[0]), reason)
 
 
@@ -33,25 +30,39 @@ def _name(run: Run, peer_id: str) -> str:
     return f"{record.name} ({peer_id[:8]})" if record is not None else peer_id[:8]
 
 
+class Patience:
+    """Decides when a reason is worth a line: once it has stood a while, when it changes, again each minute."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._reason = self._said = ""
+        self._waiting_since_s = self._reason_since_s = self._said_s = 0.0
+
+    def look(self, reason: str, now_s: float) -> str:
+        """The line to say now, mostly ""."""
+        if reason and not self._reason:
+            self._waiting_since_s = now_s
+        if reason != self._reason:
+            self._reason, self._reason_since_s = reason, now_s
+        if not reason:
+            said, self._said = self._said, ""
+            return f"run {self._run!r} goes on" if said else ""
+        if self._said:
+            is_new = reason != self._said and now_s - self._reason_since_s > SAY_AFTER_S
+            due = is_new or now_s - self._said_s > REMIND_AFTER_S
+        else:
+            due = now_s - self._waiting_since_s > SAY_AFTER_S
+        if not due:
+            return ""
+        self._said, self._said_s = reason, now_s
+        return f"run {self._run!r} waits: {reason}"
+
+
 async def say_waiting(run: Run, say: Callable[[str], None]) -> None:
-    """Say a reason when it has stood for two seconds, again each minute, and when it is gone."""
-    loop = asyncio.get_running_loop()
-    reason, since_s, said_s = "", loop.time(), 0.0
-    while True:
+    """Tell the person who waits, until the run is over."""
+    patience, loop = Patience(run.name), asyncio.get_running_loop()
+    while not run.end.outcome:
+        line = patience.look(waiting(run), loop.time())
+        if line:
+            say(line)
         await asyncio.sleep(LOOK_EVERY_S)
-        if run.end.outcome:
-            return
-        now_s, reason_now = loop.time(), waiting(run)
-        if bool(reason_now) != bool(reason):
-            if said_s and not reason_now:
-                say(f"run {run.name!r} goes on")
-            since_s, said_s = now_s, 0.0
-        changed = reason_now != reason
-        reason = reason_now
-        if (
-            reason
-            and now_s - since_s > SAY_AFTER_S
-            and (changed or now_s - said_s > REMIND_AFTER_S or not said_s)
-        ):
-            said_s = now_s
-            say(f"run {run.name!r} waits: {reason}")
