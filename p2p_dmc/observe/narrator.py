@@ -85,6 +85,8 @@ class Narrator:
 
     def _adopted(self, line: Line) -> list[str]:
         epoch, number = line["lineage"]
+        if number == 0:
+            return [f"has the run's first parameters, in {line['seconds']:.1f} s"]
         return [f"caught up with view {epoch} round {number} in {line['seconds']:.1f} s"]
 
     def _adoption_failed(self, line: Line) -> list[str]:
