@@ -15,6 +15,8 @@ from pathlib import Path
 from p2p_dmc.wire.trainer_messages import ENV_AGENT, ENV_LIFELINE, ENV_RUN
 
 ATTACHED_LOOK_S = 0.2
+LAST_READS = 64
+"""Of a trainer that has ended: more than a pipe holds, but a process that it left behind may write for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,56 +56,67 @@ class TrainerProcess:
 
     async def run(self) -> TrainerExit:
         """Start it and wait for its end; its output goes to trainer.log and to ``on_output`` as it comes."""
-        read_end, write_end = os.pipe()
+        lifeline, held_open = os.pipe()
+        output, its_output = os.pipe()  # asyncio's own would keep wait() until every copy of it is closed
         environment = dict(os.environ)
-        environment |= {ENV_AGENT: self._endpoint, ENV_RUN: self._run, ENV_LIFELINE: str(read_end)}
+        environment |= {ENV_AGENT: self._endpoint, ENV_RUN: self._run, ENV_LIFELINE: str(lifeline)}
         environment |= {"PYTHONUNBUFFERED": "1"}
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "p2p_dmc.train.main",
-                self._script,
-                *self._arguments,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(read_end,),
-                start_new_session=True,  # Ctrl-C is the agent's to handle
-            )
-            os.close(read_end)
-            read_end = -1
-            await self._copy_output(self._process)
-            code = await self._process.wait()
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "p2p_dmc.train.main",
+                    self._script,
+                    *self._arguments,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=its_output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=(lifeline,),
+                    start_new_session=True,  # Ctrl-C is the agent's to handle
+                )
+            finally:
+                os.close(lifeline)
+                os.close(its_output)
+            code = await self._copy_output(self._process, output)
         finally:
-            if read_end >= 0:
-                os.close(read_end)
-            os.close(write_end)
+            os.close(output)
+            os.close(held_open)
             self.kill()
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         name = signal.Signals(-code).name if code < 0 else ""
         return TrainerExit(code=code, signal_name=name, last_line=lines[-1].strip() if lines else "")
 
-    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+    async def _copy_output(self, process: asyncio.subprocess.Process, output: int) -> int:
         """Until its end, not the pipe's: a process that the script left behind may hold that open."""
-        if process.stdout is None:
-            raise AssertionError("the trainer's output is not a pipe")
-        ended = asyncio.create_task(process.wait())
+        loop = asyncio.get_running_loop()
+        os.set_blocking(output, False)
         with open(self._log_path, "ab", buffering=0) as log_file:
-            while True:
-                reading = asyncio.create_task(process.stdout.read(1 << 16))
-                await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    await asyncio.wait({reading}, timeout=0.2)
-                if not reading.done() or not reading.result():
-                    reading.cancel()
-                    break
-                data = reading.result()
-                self._tail = (self._tail + data)[-8192:]
-                log_file.write(data)
-                self._on_output(data)
-        await ended
+
+            def copy() -> bool:
+                """Take what is there; False when that is nothing."""
+                data = b""
+                with contextlib.suppress(BlockingIOError):
+                    data = os.read(output, 1 << 16)
+                    if not data:
+                        loop.remove_reader(output)
+                if data:
+                    self._tail = (self._tail + data)[-8192:]
+                    with contextlib.suppress(OSError):  # a full disk costs lines, not the run
+                        log_file.write(data)
+                    self._on_output(data)
+                return bool(data)
+
+            loop.add_reader(output, copy)
+            try:
+                code = await process.wait()
+                for _ in range(LAST_READS):
+                    if not copy():
+                        break
+            finally:
+                loop.remove_reader(output)
+        return code
 
     def kill(self) -> None:
         """End it at once, if it still runs."""
