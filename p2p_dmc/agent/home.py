@@ -100,7 +100,7 @@ class Home:
             try:
                 data = json.loads(path.read_text())
                 public, secret, boot = str(data["public_key"]), str(data["secret_key"]), int(data["boot"])
-            except (ValueError, KeyError, OSError):
+            except (ValueError, KeyError, TypeError, OSError):
                 raise UserError(f"{path} cannot be read; restore it, or use another --home") from None
         else:
             public_bytes, secret_bytes = zmq.curve_keypair()
@@ -160,8 +160,9 @@ class MemoryFolder:
             shared = Path("/dev/shm")
             bases = [self._home.root / "memory"]
             with contextlib.suppress(OSError):
-                for stale in shared.glob(f"{self._prefix}*"):  # this home's lock is ours: its agent is gone
-                    shutil.rmtree(stale, ignore_errors=True)
+                for base in (shared, bases[0]):
+                    for stale in base.glob(f"{self._prefix}*"):  # this home's lock is ours: its agent is gone
+                        shutil.rmtree(stale, ignore_errors=True)
                 if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * needed_bytes:
                     bases.insert(0, shared)
             bases[0].mkdir(exist_ok=True)
