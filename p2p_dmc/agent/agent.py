@@ -110,7 +110,8 @@ class Agent:
         self.leaving = asyncio.Event()
         self._refused: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ticker: asyncio.Task[None] | None = None
+        self.fault = ""
+        """Why the agent ends although nobody asked it to."""
         self._meta_dirty = False
         self._known_before: dict[str, str] = {}
         """Peers of this home's earlier life: asked by name, for somebody else may live at the address now."""
@@ -157,22 +158,30 @@ class Agent:
         self.home.announce(endpoint=self.endpoint, address=self.address, peer_id=self.peer_id)
         self.data.members_changed()
         self.journal.event("started", address=self.address, boot=self.identity.boot, name=options.name)
-        self._ticker = self.spawn(self._tick_forever())
+        self.spawn(self._tick_forever(), vital=True)
+        for serving in (self.control.serving, self.local.serving, self.bulk_server.serving):
+            if serving is not None:
+                self._look_after(serving, vital=True)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
         """A task that ends with the agent; a failure of ours is logged, never lost."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        self._look_after(task, vital=vital)
         return task
 
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
+    def _look_after(self, task: asyncio.Task[None], *, vital: bool) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._task_done(done, vital))
+
+    def _task_done(self, task: asyncio.Task[None], vital: bool) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a task of the agent failed", exc_info=task.exception())
-            self.journal.event("fault", reason=repr(task.exception()))
-            if task is self._ticker:
-                self.leaving.set()  # without its clock the agent is of no use to anybody
+        if task.cancelled() or task.exception() is None:
+            return
+        log.error("a task of the agent failed", exc_info=task.exception())
+        self.journal.event("fault", reason=repr(task.exception()))
+        if vital:  # deaf or without its clock the agent is of no use to anybody; the others go on without it
+            self.fault = f"a fault of this program ended the agent: {task.exception()!r}; see {self.home.root}/agent.log"
+            self.leaving.set()
 
     async def stop(self, *, graceful: bool = True) -> None:
         """Leave: runs withdraw, shards that only this peer holds are handed over, everybody is told."""

@@ -34,13 +34,13 @@ class BulkServer:
         self._router.setsockopt(zmq.MAXMSGSIZE, 1 << 16)  # requests are small
         self._router.setsockopt(zmq.IPV6, 1)
         self._providers: dict[BulkKind, Provider] = {}
-        self._task: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
         self.sent_bytes = 0
         self.bad = 0
 
     def bind(self, host: str) -> int:
         port = bind_router(self._router, host, 0)
-        self._task = asyncio.create_task(self._serve())
+        self.serving = asyncio.create_task(self._serve())
         return port
 
     def provide(self, kind: BulkKind, provider: Provider) -> None:
@@ -73,8 +73,8 @@ class BulkServer:
             return None
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self.serving is not None:
+            self.serving.cancel()
         self._router.close(0)
 
 

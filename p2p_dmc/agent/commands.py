@@ -429,6 +429,8 @@ async def _agent_life(options: AgentOptions, home: Home, console: Console, work:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         await agent.stop()
+        if agent.fault:
+            raise UserError(agent.fault)
         return (working.result() if working.done() else 0) or int(console.output.broken)
     finally:
         working.cancel()

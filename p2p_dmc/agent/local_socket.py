@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -10,6 +11,8 @@ import zmq.asyncio
 
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
+
+log = logging.getLogger("p2p_dmc.local")
 
 
 class LocalSocket:
@@ -21,12 +24,12 @@ class LocalSocket:
         self._router.setsockopt(zmq.SNDHWM, 0)  # the other side is this peer's own process
         self._router.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._on_message = on_message
-        self._task: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
         self.bad = 0
 
     def bind(self, endpoint: str) -> None:
         self._router.bind(endpoint)
-        self._task = asyncio.create_task(self._receive())
+        self.serving = asyncio.create_task(self._receive())
 
     async def _receive(self) -> None:
         while True:
@@ -35,13 +38,14 @@ class LocalSocket:
                 if len(frames) != 2:
                     raise RemoteProtocolError("a local message has one frame")
                 self._on_message(frames[0], codec.decode(frames[1]))
-            except RemoteProtocolError:
+            except RemoteProtocolError as error:
                 self.bad += 1
+                log.warning("a local message is dropped: %s", error)
 
     def send(self, routing_id: bytes, message: object) -> None:
         self._router.send_multipart([routing_id, codec.encode(message)], flags=zmq.NOBLOCK)
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self.serving is not None:
+            self.serving.cancel()
         self._router.close()

@@ -92,7 +92,7 @@ class ControlSocket:
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._links: dict[str, Link] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
         self._router = context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -104,7 +104,7 @@ class ControlSocket:
     def bind(self, host: str, port: int | None) -> int:
         """Listen at ``port``, or at the default or the next free one; returns it. UserError if taken."""
         bound = bind_router(self._router, host, port)
-        self._receiver = asyncio.create_task(self._receive())
+        self.serving = asyncio.create_task(self._receive())
         return bound
 
     async def _receive(self) -> None:
@@ -212,8 +212,8 @@ class ControlSocket:
             await asyncio.sleep(flush_s)
         for address in list(self._links):
             self.forget(address)
-        if self._receiver is not None:
-            self._receiver.cancel()
+        if self.serving is not None:
+            self.serving.cancel()
         self._router.close(0)
 
 
