@@ -180,7 +180,7 @@ class Agent:
         log.error("a task of the agent failed", exc_info=task.exception())
         self.journal.event("fault", reason=repr(task.exception()))
         if vital:  # deaf or without its clock the agent is of no use to anybody; the others go on without it
-            self.fault = f"a fault of this program ended the agent: {task.exception()!r}; see {self.home.root}/agent.log"
+            self.fault = f"a fault of this program: {task.exception()!r}; see {self.home.root}/agent.log"
             self.leaving.set()
 
     async def stop(self, *, graceful: bool = True) -> None:
