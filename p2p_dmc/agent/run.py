@@ -28,6 +28,7 @@ from p2p_dmc.agent.work import (
     bitmap,
     decode_payload,
     encode_payload,
+    gave_up_claims,
     opening_ledger,
 )
 from p2p_dmc.core.agreement import Agreement
@@ -306,18 +307,17 @@ class Run:
         return [r.bulk_address for r in records if r is not None]
 
     def _start_view(self, view: View, held: Held, old_work: Work | None, old_view: View | None) -> None:
-        if self.desk.ready is None or self.desk.policy is None:
-            raise AssertionError("a view without a ready trainer")
+        assert self.desk.ready is not None and self.desk.policy is not None, "a view without a ready trainer"
+        payloads = [decode_payload(p) for p in view.payloads]
+        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.desk.on_lost == "skip")
+        me = view.members.index(self.me)
         mode = local_mode(
             view.start.lineage,
-            honoured=self.stood_in > 0,
+            honoured=self.stood_in > 0 and not gave_up_claims(payloads[me], ledger),
             base=self._trainer_base,
             in_flight=self._in_flight,
         )
-        payloads = [decode_payload(p) for p in view.payloads]
-        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.desk.on_lost == "skip")
-        index = view.members.index(self.me)
-        work = Work.for_view(view, index, ledger, keep_leases=mode != local.Local.RESET)
+        work = Work.for_view(view, me, ledger, keep_leases=mode != local.Local.RESET)
         self.training = Training(
             host=self,
             view=view,

@@ -124,6 +124,9 @@ class Training:
             return
         if self.ledger.done:
             return  # RunFinished follows once the last round is committed
+        if self._stale:  # what it would get next may be what was just quarantined
+            self._end_lease()
+            return
         samples, since_s = self._lease_wanted
         wanted = self.work.peek(samples)
         ready = 0
@@ -134,12 +137,17 @@ class Training:
             ready += len(stretch)
         if wanted and not ready and time.monotonic() - since_s < SHARD_PATIENCE_S:
             return
+        if not ready:
+            self._end_lease()
+            return
         self._lease_wanted = None
-        if ready:
-            stretches = tuple((s.shard, s.lo, s.hi) for s in self.work.lease(ready))
-            self.host.to_trainer(Lease(epoch=self.ledger.epoch, stretches=stretches))
-        else:
-            self.host.to_trainer(LeaseEnd(epoch=self.ledger.epoch, finished=False))
+        stretches = tuple((s.shard, s.lo, s.hi) for s in self.work.lease(ready))
+        self.host.to_trainer(Lease(epoch=self.ledger.epoch, stretches=stretches))
+
+    def _end_lease(self) -> None:
+        """Nothing more for now: the trainer comes to the barrier with what it has."""
+        self._lease_wanted = None
+        self.host.to_trainer(LeaseEnd(epoch=self.ledger.epoch, finished=False))
 
     # -- the barrier ----------------------------------------------------------------------------------------------
 
@@ -255,7 +263,7 @@ class Training:
             self.host.barrier_change()
         elif any(result.weights):
             self._start_reduction(result)
-        elif any(not h.finite for h in result.headers) or self.ledger != self.held.ledger:
+        elif any(not h.finite for h in result.headers) or self.ledger != self.held.ledger or self.work.left:
             self._complete_without_payload(result)
 
     def _greedy(self, result: BarrierResult) -> tuple[int, ...]:
@@ -292,7 +300,11 @@ class Training:
             self.host.to_trainer(RoundRefused(view_epoch=said.view_epoch, round=said.round))
 
     def _complete_without_payload(self, result: BarrierResult) -> None:
-        """Nobody has anything finite to add: the anchor stays, strikes and skipped samples go into the ledger."""
+        """Nobody has anything finite to add: the anchor stays, strikes and skipped samples go into the ledger.
+
+        All may have come empty-handed although there is work: from a view in which they had none, or because a
+        shard was late. In the next round they ask again.
+        """
         self.keeper.pool().pin(self.held.slot)
         if not self._complete(result, self.held.slot, self.held.anchor_digest):
             self.keeper.pool().unpin(self.held.slot)

@@ -13,7 +13,7 @@ import numpy as np
 
 from p2p_dmc.core.agreement_messages import View
 from p2p_dmc.core.assignment import Assignment, assign, granted
-from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.ledger import Ledger, Stretch, common
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 
@@ -127,6 +127,12 @@ def valid_claims(payloads: Sequence[ProposalPayload], ledger: Ledger) -> tuple[t
     )
 
 
+def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
+    """Whether samples that a member has in hand are skipped now: its trainer has to begin anew from the anchor."""
+    claims = to_stretches(payload.claims, ledger) if payload.epoch == ledger.epoch else ()
+    return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
+
+
 class Work:
     """One assignment, how far each member's counted cursor is, and how far this member's lease."""
 
@@ -156,6 +162,11 @@ class Work:
         payloads = [decode_payload(p) for p in view.payloads]
         assignment = _assign(payloads, ledger, speeds, [()] * len(payloads))
         return cls(assignment, me, 0, unreachable(payloads, ledger))
+
+    @property
+    def left(self) -> bool:
+        """Whether anybody's list goes on beyond what has been counted; the same on every member."""
+        return any(cursor < self.assignment.length(i) for i, cursor in enumerate(self.cursors))
 
     def lease(self, samples: int) -> tuple[Stretch, ...]:
         """The next stretches for my trainer, at most ``samples``; empty at the end of my list."""
