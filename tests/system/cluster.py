@@ -186,8 +186,8 @@ class Peer:
 
     @property
     def view(self) -> Line:
-        """The newest view that it installed."""
-        return self.events("view")[-1]
+        """The newest view that it installed; one without members before the first."""
+        return (self.events("view") or [{"members": []}])[-1]
 
     def final(self, run: str = "train") -> bytes:
         """The bytes of its final model."""
