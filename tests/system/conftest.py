@@ -24,4 +24,5 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path / "cluster") as peers:
         yield peers
         print(peers.report())
-        peers.check_orphans()
+        left = peers.orphans()
+        assert not left, f"outlived their agents: {left}"
