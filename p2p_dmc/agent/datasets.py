@@ -304,10 +304,11 @@ class DataService:
         if known is None or request.part >= len(known.manifest.shards):
             return None
         total = known.manifest.shard_sizes[request.part]
-        size = min(request.size, max(0, total - request.offset))
+        offset = min(request.offset, total)
+        size = min(request.size, total - offset)
         try:
-            data = self.store.read_range(request.digest, request.part, request.offset, size)
-        except (ShardMissing, RemoteProtocolError):
+            data = self.store.read_range(request.digest, request.part, offset, size)
+        except ShardMissing:
             self._lost_one((request.digest, request.part))
             return None
         return total, data
@@ -469,19 +470,25 @@ class DataService:
         async def worker() -> None:
             while ranges:
                 offset, size = ranges.pop()
-                _, data = await self._bulk.fetch(
+                total, data = await self._bulk.fetch(
                     address, BulkKind.SHARD, digest=key[0], part=key[1], offset=offset, size=size
                 )
+                if total != partial.size_bytes:
+                    raise SourceLostError(f"{address} has {total} bytes of it, not {partial.size_bytes}")
                 partial.write(offset, data)
 
+        workers = [asyncio.ensure_future(worker()) for _ in range(self._settings.fetch_window)]
         try:
-            await asyncio.gather(*(worker() for _ in range(self._settings.fetch_window)))
+            await asyncio.gather(*workers)
         except SourceLostError as error:
             log.info("shard %s: %s", known.manifest.shard_digests[key[1]].hex()[:12], error)
             return False
         except StoreFull:
             partial.abandon()
             raise
+        finally:
+            for one in workers:
+                one.cancel()  # what a lost source sends late overwrites nothing of the next one's
         if await asyncio.to_thread(partial.commit):
             return True
         self._journal.event("bad_shard", shard=known.manifest.shard_digests[key[1]].hex(), source=address)
