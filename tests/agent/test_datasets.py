@@ -1,0 +1,718 @@
+"""Data sets on several peers in one loop: real stores and real ranges, membership and mail by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from p2p_dmc.agent import datasets as datasets_module
+from p2p_dmc.agent.bulk import BulkClient, BulkServer
+from p2p_dmc.agent.datasets import DataService
+from p2p_dmc.agent.work import bitmap
+from p2p_dmc.config import AgentSettings
+from p2p_dmc.core.membership import MemberRecord, MemberState
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.store import Store
+from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
+from tests.agent.helpers import Around, peer, record, surroundings
+from tests.data.helpers import seed_tree, small_tree
+
+DEADLINE_S = 60.0
+STEP_S = 0.1
+SETTINGS = AgentSettings(
+    fetch_chunk_bytes=2048,
+    range_timeout_ms=500,
+    holdings_interval_ms=400,
+    reconcile_still_ms=100,
+    drop_still_ms=200,
+)
+
+
+class Node:
+    """One peer's data: store, service, bulk server."""
+
+    def __init__(self, net: Net, i: int, store: Store, weight: int) -> None:
+        self.id = peer(i)
+        self.store = store
+        self.alive = True
+        self.server = BulkServer(net.context)
+        self.record = record(i, weight=weight, bulk=f"tcp://127.0.0.1:{self.server.bind('127.0.0.1')}")
+        self.client = BulkClient(net.context, SETTINGS.range_timeout_ms)
+        self.around: Around = surroundings(net.root, me=i)
+        self.data = DataService(
+            store=store,
+            bulk=self.client,
+            peer_id=self.id,
+            settings=net.settings,
+            journal=self.around.services.journal,
+            say=self.around.said.append,
+            send=lambda to, message, run: net.deliver(self, to, message),
+            members=net.members,
+        )
+        self.server.provide(BulkKind.MANIFEST, self.data.provide_manifest)
+        self.server.provide(BulkKind.SHARD, self.data.provide_shard)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return self.around.named(name)
+
+
+class Net:
+    """Peers that know each other, their mail, and their clock, which each step moves on."""
+
+    def __init__(self, root: Path, settings: AgentSettings) -> None:
+        self.root = root
+        self.settings = settings
+        self.context = zmq.asyncio.Context()
+        self.nodes: list[Node] = []
+        self.now_s = 1000.0
+        self.watch: Callable[[], None] = lambda: None
+
+    def members(self) -> tuple[MemberRecord, ...]:
+        return tuple(n.record if n.alive else replace(n.record, state=MemberState.DEAD) for n in self.nodes)
+
+    def deliver(self, sender: Node, to: str, message: object) -> None:
+        def arrive() -> None:
+            for node in self.nodes:
+                if node.id == to and node.alive and sender.alive and isinstance(message, Holdings):
+                    node.data.heard(sender.id, message)
+
+        asyncio.get_running_loop().call_soon(arrive)
+
+    def join(self, i: int, store: Store, weight: int = 1) -> Node:
+        node = Node(self, i, store, weight)
+        self.nodes.append(node)
+        self.changed()
+        for other in self.nodes:
+            if other is not node and other.alive:
+                other.data.tell(node.id)
+                node.data.tell(other.id)
+        return node
+
+    def changed(self) -> None:
+        for node in self.nodes:
+            if node.alive:
+                node.data.members_changed()
+
+    def kill(self, node: Node) -> None:
+        node.alive = False
+        node.server.close()
+        self.changed()
+
+    async def step(self) -> None:
+        self.now_s += STEP_S
+        for node in self.nodes:
+            if node.alive:
+                node.data.tick()
+        self.watch()
+        await asyncio.sleep(0.001)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        for _ in range(4000):
+            if true():
+                return
+            await self.step()
+        raise AssertionError("it did not come")
+
+    async def rest(self, seconds: float) -> None:
+        """Long enough for what is not to happen."""
+        for _ in range(int(seconds / STEP_S)):
+            await self.step()
+
+
+@pytest.fixture
+def net_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    @contextlib.asynccontextmanager
+    async def make(settings: AgentSettings = SETTINGS) -> AsyncIterator[Net]:
+        net = Net(tmp_path, settings)
+        monkeypatch.setattr(datasets_module, "time", SimpleNamespace(monotonic=lambda: net.now_s))
+        try:
+            yield net
+        finally:
+            for node in net.nodes:
+                await node.data.close()
+                node.client.close()
+                node.server.close()
+            net.context.destroy(linger=0)
+
+    return make
+
+
+@pytest.fixture
+def seeded(tmp_path: Path) -> tuple[Store, Manifest]:
+    """A small data set of some shards, two replicas, and the store that holds it all."""
+    store = Store(tmp_path / "seed")
+    manifest = seed_tree(small_tree(tmp_path / "tree", folders=2, samples=8), store, max_shard_size=10_000)
+    assert 4 <= len(manifest.shards) <= 12
+    return store, manifest
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE_S))
+
+
+def empty(root: Path, i: int, **given: Any) -> Store:
+    return Store(root / f"store{i}", **given)
+
+
+def copy(root: Path, i: int, store: Store, manifest: Manifest) -> Store:
+    """A store with everything in it, too."""
+    made = empty(root, i)
+    made.add_manifest(manifest)
+    for shard in range(len(manifest.shards)):
+        partial = made.open_partial(manifest.digest, shard)
+        partial.write(0, store.read_range(manifest.digest, shard, 0, manifest.shard_sizes[shard]))
+        assert partial.commit()
+    return made
+
+
+def damage(store: Store, manifest: Manifest, shard: int) -> None:
+    path = store.path(manifest.digest, shard)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def settled(net: Net, manifest: Manifest) -> bool:
+    """Everybody who is there has what placement gives it."""
+    d = manifest.digest
+    return all(
+        (placed := n.data.placed(d)) is not None and set(placed.shards_of(n.id)) <= n.data.held(d)
+        for n in net.nodes
+        if n.alive
+    )
+
+
+# -- spreading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_gets_the_manifest_and_its_part(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: two.data.manifest(d) is not None)
+            assert two.data.by_name("small") == manifest == two.store.manifest(d)
+            assert two.data.manifests() == (manifest,) and two.data.by_name("large") is None
+            await net.until(lambda: settled(net, manifest))
+            assert two.data.held(d) == set(range(len(manifest.shards)))  # two peers, two replicas
+            for shard in range(len(manifest.shards)):
+                assert two.store.path(d, shard).read_bytes() == store.path(d, shard).read_bytes()
+                assert two.data.usable(d, shard)
+            fetched = two.events("fetched")
+            assert {e["source"] for e in fetched} == {one.id} and len(fetched) == len(manifest.shards)
+            await net.until(lambda: one.data.under_replicated(d) == 0 == two.data.under_replicated(d))
+            assert one.data.holders(d) == {s: [one.id, two.id] for s in range(len(manifest.shards))}
+            assert one.data.fetching() == two.data.fetching() == 0
+            assert [e["samples"] for e in two.events("dataset")] == [len(manifest)]
+
+    run(work())
+
+
+def test_surplus_is_dropped_and_never_below_the_replicas(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of() as net:
+            nodes = [net.join(1, store), *(net.join(i, empty(tmp_path, i)) for i in (2, 3, 4))]
+            replicated: set[int] = set()
+
+            def watch() -> None:
+                for shard in shards:
+                    copies = sum(n.store.path(d, shard).exists() for n in nodes if n.data.manifest(d))
+                    if copies >= 2:
+                        replicated.add(shard)
+                    assert copies >= (2 if shard in replicated else 1)
+
+            net.watch = watch
+            await net.until(
+                lambda: (
+                    settled(net, manifest)
+                    and all(n.data.held(d) == set(n.data.placed(d).shards_of(n.id)) for n in nodes)
+                )
+            )
+            assert all(sum(s in n.data.held(d) for n in nodes) == 2 for s in shards)
+            assert len(nodes[0].events("dropped")) == len(shards) - len(nodes[0].data.held(d)) > 0
+
+    run(work())
+
+
+def test_after_a_death_the_rest_restores_the_replicas(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of() as net:
+            nodes = [net.join(1, store), *(net.join(i, empty(tmp_path, i)) for i in (2, 3, 4))]
+            await net.until(
+                lambda: (
+                    settled(net, manifest)
+                    and all(n.data.held(d) == set(n.data.placed(d).shards_of(n.id)) for n in nodes)
+                )
+            )
+            net.kill(nodes[0])
+            rest = nodes[1:]
+            assert all(nodes[0].id not in h for n in rest for h in n.data.holders(d).values())
+            await net.until(lambda: all(n.data.under_replicated(d) == 0 for n in rest))
+            assert all(sum(s in n.data.held(d) for n in rest) >= 2 for s in shards)
+            net.kill(nodes[1])
+            await net.until(lambda: all(n.data.held(d) == set(shards) for n in rest[1:]))
+
+    run(work())
+
+
+def test_bytes_wait_out_flapping(tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]) -> None:
+    store, manifest = seeded
+
+    async def work() -> None:
+        async with net_of(replace(SETTINGS, reconcile_still_ms=1000)) as net:
+            net.join(1, store)
+            two = net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: two.data.manifest(manifest.digest) is not None)
+            for _ in range(5):
+                net.changed()
+                await net.rest(0.8)
+            assert two.data.held(manifest.digest) == frozenset() and two.data.fetching() == 0
+            await net.until(lambda: settled(net, manifest))
+
+    run(work())
+
+
+def test_a_peer_that_means_to_leave_is_placed_nothing_and_asked_for_what_it_has(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of() as net:
+            leaver = net.join(1, store, weight=0)
+            assert (
+                leaver.data.replicated_elsewhere() is False and leaver.data.sole_copies_elsewhere() is False
+            )
+            two = net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: leaver.data.sole_copies_elsewhere())
+            assert not leaver.data.replicated_elsewhere()  # two replicas are wanted, one peer stays
+            three = net.join(3, empty(tmp_path, 3))
+            await net.until(lambda: leaver.data.replicated_elsewhere())
+            assert leaver.data.placed(d).shards_of(leaver.id) == ()
+            assert two.data.held(d) == three.data.held(d) == set(shards)
+
+    run(work())
+
+
+# -- dropping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ["agreed", "one lacks it", "another placement", "unheard", "in use", "too soon", "few"]
+)
+def test_a_copy_is_dropped_only_when_all_that_should_have_it_say_so(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], case: str
+) -> None:
+    """The others' word by hand: peers 2 and 3 are to hold everything, peer 1 nothing."""
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of() as net:
+            net.nodes += [one := Node(net, 1, store, 0)]
+            others = [record(2, weight=1), *([record(3, weight=1)] if case != "few" else [])]
+            one.data._members = lambda: (one.record, *others)  # type: ignore[method-assign]
+            one.data.members_changed()
+            placed = one.data.placed(d)
+            assert placed is not None and placed.shards_of(one.id) == ()
+
+            def says(i: int, held: range | list[int], placement: bytes) -> None:
+                if case != "unheard" or i == 2:
+                    said = Holdings(
+                        dataset=d, name="small", version=1, bitmap=bitmap(frozenset(held), len(shards)),
+                        placement=placement, manifest_bytes=0,
+                    )  # fmt: skip
+                    one.data.heard(peer(i), said)
+
+            says(2, shards, placed.digest())
+            if case != "few":
+                says(
+                    3,
+                    shards[1:] if case == "one lacks it" else shards,
+                    b"x" * 16 if case == "another placement" else placed.digest(),
+                )
+            if case == "in use":
+                one.data._in_use.add((d, 0))
+            await net.rest(0.2 if case == "too soon" else 2.0)
+            kept = {"agreed": set(), "one lacks it": {0}, "in use": {0}}.get(case, set(shards))
+            assert one.data.held(d) == kept
+            assert all(store.path(d, s).exists() == (s in kept) for s in shards)
+            if case == "in use":
+                one.data.release_use()
+                await net.rest(0.5)
+                assert one.data.held(d) == set()
+
+    run(work())
+
+
+# -- sources that fail ------------------------------------------------------------------------------------------------
+
+
+def wanting(tmp_path: Path, net: Net, seeded: tuple[Store, Manifest]) -> Node:
+    """Peer 3 has nothing and is to keep nothing; 1 and 2 have everything."""
+    store, manifest = seeded
+    net.join(1, store)
+    net.join(2, copy(tmp_path, 2, store, manifest))
+    lacking = empty(tmp_path, 3)
+    lacking.add_manifest(manifest)
+    return net.join(3, lacking, weight=0)
+
+
+def in_order(net: Net, node: Node, manifest: Manifest, shard: int) -> list[Node]:
+    """Whom it will ask, first to last."""
+    by_id = {n.id: n for n in net.nodes}
+    return [by_id[p] for p in node.data._sources((manifest.digest, shard))]
+
+
+def lie(node: Node, answer: Callable[[BulkRequest, tuple[int, bytes]], tuple[int, bytes] | None]) -> None:
+    def provide(request: BulkRequest) -> tuple[int, bytes] | None:
+        found = node.data.provide_shard(request)
+        return None if found is None else answer(request, found)
+
+    node.server.provide(BulkKind.SHARD, provide)
+
+
+FAULTS: dict[str, Callable[[Node, Manifest], None]] = {
+    "damaged on its disk": lambda node, m: damage(node.store, m, 1),
+    "gone from its disk": lambda node, m: node.store.path(m.digest, 1).unlink(),
+    "silent": lambda node, m: node.server.close(),
+    "does not have it": lambda node, m: lie(node, lambda r, found: None),
+    "a smaller whole": lambda node, m: lie(
+        node, lambda r, found: (r.offset + len(found[1]) // 2, found[1][: len(found[1]) // 2])
+    ),
+    "a larger whole": lambda node, m: lie(
+        node, lambda r, found: (found[0] + 5, found[1].ljust(r.size, b"x"))
+    ),
+    "another's bytes": lambda node, m: lie(node, lambda r, found: (found[0], bytes(len(found[1])))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_source_that_fails_is_replaced_by_another(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], fault: str
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            three, shard = wanting(tmp_path, net, seeded), 1
+            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            bad, good = in_order(net, three, manifest, shard)
+            whole = store.path(d, shard).read_bytes()
+            FAULTS[fault](bad, manifest)
+            came: list[int] = []
+            three.data.want(d, shard, lambda: came.append(1))
+            await net.until(lambda: came == [1])
+            assert three.data.usable(d, shard) and three.store.path(d, shard).read_bytes() == whole
+            assert [e["source"] for e in three.events("fetched")] == [good.id]
+            digests_fit = fault not in ("damaged on its disk", "another's bytes")
+            assert len(three.events("bad_shard")) == (0 if digests_fit else 1)
+            if fault == "gone from its disk":  # whoever notices gets it back
+                await net.until(lambda: [e["source"] for e in bad.events("fetched")] == [good.id])
+                assert bad.store.path(d, shard).read_bytes() == whole
+
+    run(work())
+
+
+def test_without_a_good_source_nothing_is_kept_and_it_is_tried_again(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    _, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            three, shard = wanting(tmp_path, net, seeded), 1
+            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            for node in net.nodes[:2]:
+                lie(node, lambda r, found: (found[0], bytes(len(found[1]))))
+            came: list[int] = []
+            three.data.want(d, shard, lambda: came.append(1))
+            await net.until(lambda: len(three.events("bad_shard")) == 2)
+            await net.until(lambda: three.data.fetching() == 0)
+            assert came == [] and not three.data.usable(d, shard) and not three.store.path(d, shard).exists()
+            for node in net.nodes[:2]:
+                node.server.provide(BulkKind.SHARD, node.data.provide_shard)
+            three.data.want(d, shard, lambda: came.append(2))
+            await net.until(lambda: came == [1, 2])  # whoever waits is told, from the first on
+
+    run(work())
+
+
+def test_a_member_without_a_bulk_address_is_passed_over(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    _, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            three, shard = wanting(tmp_path, net, seeded), 1
+            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            first = in_order(net, three, manifest, shard)[0]
+            first.record = replace(first.record, bulk_address="")
+            came: list[int] = []
+            three.data.want(d, shard, lambda: came.append(1))
+            await net.until(lambda: came == [1])
+
+    run(work())
+
+
+def test_an_absurd_request_costs_the_peer_that_is_asked_nothing(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            total = manifest.shard_sizes[0]
+            one.data.want(d, 0, lambda: None)
+            await net.until(lambda: one.data.usable(d, 0))
+
+            def asked(digest: bytes, part: int, offset: int, size: int = 100) -> tuple[int, bytes] | None:
+                return one.data.provide_shard(
+                    BulkRequest(
+                        request=1,
+                        kind=BulkKind.SHARD,
+                        name="",
+                        digest=digest,
+                        part=part,
+                        offset=offset,
+                        size=size,
+                    )
+                )
+
+            assert asked(d, 0, total - 10) == (total, store.read_range(d, 0, total - 10, 10))
+            for digest, part, offset in (
+                (d, 0, total + 1), (d, 0, 1 << 62), (d, 0, (1 << 64) - 1), (d, len(manifest.shards), 0),
+                (b"x" * 16, 0, 0), (d, 1 << 40, 0),
+            ):  # fmt: skip
+                found = asked(digest, part, offset)
+                assert found is None or found[1] == b""
+            assert one.data.usable(d, 0) and one.data.held(d) == set(range(len(manifest.shards)))
+            request = BulkRequest(
+                request=1, kind=BulkKind.MANIFEST, name="", digest=d, part=0, offset=(1 << 64) - 1, size=100
+            )
+            found = one.data.provide_manifest(request)
+            assert found is not None and found[1] == b""
+            assert one.data.provide_manifest(replace(request, digest=b"x" * 16)) is None
+
+    run(work())
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------------------
+
+
+def test_after_a_start_a_shard_is_verified_before_it_is_used(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            two = net.join(2, copy(tmp_path, 2, store, manifest))
+            await net.until(lambda: len(one.data._sources((d, 0))) == 1)
+            damage(store, manifest, 0)
+            assert not one.data.usable(d, 0) and not one.data.usable(d, 1)
+            came: list[int] = []
+            one.data.want(d, 0, lambda: came.append(0))
+            one.data.want(d, 1, lambda: came.append(1))
+            await net.until(lambda: sorted(came) == [0, 1])
+            assert one.data.usable(d, 0) and one.data.usable(d, 1)
+            assert len(one.events("shard_corrupt")) == 1
+            assert [e["source"] for e in one.events("fetched")] == [two.id]
+            assert store.path(d, 0).read_bytes() == two.store.path(d, 0).read_bytes()
+
+    run(work())
+
+
+def test_what_this_peer_has_just_sharded_is_usable(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    _, manifest = seeded
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, empty(tmp_path, 1))
+            made = seed_tree(tmp_path / "tree", one.store, max_shard_size=10_000)
+            assert made == manifest and not one.data.usable(made.digest, 0)
+            one.data.add(made)
+            assert all(one.data.usable(made.digest, s) for s in range(len(made.shards)))
+
+    run(work())
+
+
+def test_a_full_store_says_so_and_goes_on_with_what_it_has(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            net.join(1, store)
+            room = manifest.shard_sizes[0] + manifest.shard_sizes[1]
+            two = net.join(2, empty(tmp_path, 2, capacity_bytes=room))
+            await net.until(lambda: len(two.events("store_full")) > 0)
+            await net.until(lambda: two.data.fetching() == 0)
+            held, said = two.data.held(d), len(two.around.said)
+            assert "free some disk space or raise --capacity" in two.around.said[0]
+            assert 0 < len(held) < len(manifest.shards) and all(two.data.usable(d, s) for s in held)
+            await net.rest(20.0)
+            assert len(two.around.said) == said  # it does not try again at once
+            await net.until(lambda: len(two.around.said) > said)
+
+    run(work())
+
+
+# -- what others say --------------------------------------------------------------------------------------------------
+
+
+def test_two_data_sets_of_one_name_are_named_once_and_neither_is_taken(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    other_store = Store(tmp_path / "other")
+    other = seed_tree(tmp_path / "tree", other_store, max_shard_size=14_000)
+    assert other.name == manifest.name and other.digest != manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, other_store)
+            await net.until(lambda: one.data.conflict is not None and two.data.conflict is not None)
+            await net.rest(3.0)
+            for node, here, there in ((one, manifest, other), (two, other, manifest)):
+                (line,) = node.around.said
+                assert (
+                    line == node.data.conflict
+                    and here.digest.hex()[:12] in line
+                    and there.digest.hex()[:12] in line
+                )
+                assert "--name" in line and node.data.manifests() == (here,)
+                (event,) = node.events("name_clash")
+                assert (event["here"], event["there"]) == (here.digest.hex(), there.digest.hex())
+
+    run(work())
+
+
+def test_holdings_that_make_no_sense_are_the_senders_fault(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            good = one.data.announcement(manifest.digest)
+            one.data.heard(peer(2), good)
+            for wrong in (
+                replace(good, bitmap=good.bitmap + b"\0"),
+                replace(good, bitmap=b""),
+                replace(good, dataset=b"short"),
+                replace(good, name="n" * 257),
+            ):
+                with pytest.raises(RemoteProtocolError):
+                    one.data.heard(peer(2), wrong)
+            assert one.data.holders(manifest.digest)[0] == [one.id, peer(2)]
+            one.data.members_changed()  # peer 2 is no member
+            assert one.data.holders(manifest.digest)[0] == [one.id]
+
+    run(work())
+
+
+@pytest.mark.parametrize("case", ["another's", "junk", "cut", "gone", "no address", "endless"])
+def test_a_manifest_that_cannot_be_had_is_had_from_another(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], case: str
+) -> None:
+    store, manifest = seeded
+    another = seed_tree(tmp_path / "tree", Store(tmp_path / "other"), max_shard_size=14_000).to_bytes()
+    answers: dict[str, Callable[[BulkRequest], tuple[int, bytes] | None]] = {
+        "another's": lambda r: (len(another), another[r.offset : r.offset + r.size]),
+        "junk": lambda r: (10, b"x" * 10),
+        "cut": lambda r: (
+            len(manifest.to_bytes()) - 1,
+            manifest.to_bytes()[r.offset : r.offset + r.size][: -1 if r.offset else None],
+        ),
+        "gone": lambda r: None,
+        "endless": lambda r: (1 << 40, b"x" * r.size),
+    }
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            if case == "no address":
+                one.record = replace(one.record, bulk_address="")
+            else:
+                one.server.provide(BulkKind.MANIFEST, answers[case])  # type: ignore[arg-type]
+            three = net.join(3, empty(tmp_path, 3))
+            await net.rest(1.5)
+            assert three.data.manifests() == () and three.store.datasets() == ()
+            assert not three.data._manifest_fetches
+            net.join(2, copy(tmp_path, 2, store, manifest))
+            await net.until(lambda: three.data.manifests() == (manifest,))
+
+    run(work())
+
+
+def test_lost_shards_are_named_and_named_again_each_minute(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, set(range(len(manifest.shards)))
+
+    async def work() -> None:
+        async with net_of() as net:
+            lacking = empty(tmp_path, 2)
+            lacking.add_manifest(manifest)
+            two = net.join(2, lacking)
+            assert two.data.reachable(d) == set() and two.data.reachable(b"x" * 16) == set()
+            await net.rest(4.0)
+            assert two.around.said == []  # it may be on its way
+            await net.rest(4.0)
+            (line,) = two.around.said
+            assert (
+                f"no live peer holds {len(shards)} of {len(shards)} shards" in line
+                and f"and {len(shards) - 3} more" in line
+            )
+            assert manifest.shard_digests[0].hex()[:12] in line and line.endswith(
+                "start a peer that has them"
+            )
+            await net.rest(55.0)
+            assert len(two.around.said) == 1
+            await net.rest(10.0)
+            assert len(two.around.said) == 2 and len(two.events("shards_lost")) == 2
+            net.join(1, store)
+            await net.until(lambda: two.data.reachable(d) == shards)
+            await net.rest(70.0)
+            assert len(two.around.said) == 2
+
+    run(work())
