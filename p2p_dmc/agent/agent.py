@@ -23,8 +23,8 @@ from p2p_dmc.agent.local_socket import LocalSocket
 from p2p_dmc.agent.requests import Requests
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.services import Services
+from p2p_dmc.agent.verdicts import Verdicts
 from p2p_dmc.config import AgentSettings
-from p2p_dmc.core.agreement_messages import Verdict
 from p2p_dmc.core.membership import (
     MemberEvent,
     MemberRecord,
@@ -34,6 +34,7 @@ from p2p_dmc.core.membership import (
     Output,
     Role,
 )
+from p2p_dmc.core.suspicion import suspicion_min_ms
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.journal import Journal
@@ -44,12 +45,12 @@ from p2p_dmc.wire.messages import (
     ClientRequest,
     Holdings,
     PeerMeta,
-    decode_meta,
     encode_meta,
 )
 from p2p_dmc.wire.transport import ControlSocket, Envelope, refused_by_host, split_address
 
 log = logging.getLogger("p2p_dmc.agent")
+MEMBERSHIP = MembershipSettings.lan()
 REFUSAL_LOOKS_S = (0.0, 0.02, 0.1, 0.4)
 """When to ask a host whose connection broke: its sockets close one after the other."""
 
@@ -91,6 +92,7 @@ class Agent:
         self.bulk = BulkClient(self.context, self.settings.range_timeout_ms)
         self.local = LocalSocket(self.context, self._on_local)
         self.runs: dict[str, Run] = {}
+        self.verdicts = Verdicts(lambda: self.runs.values(), suspicion_min_ms(MEMBERSHIP, 3))
         self.jobs = Jobs(self)
         self.requests = Requests(self)
         self.store = Store(home.store_root, options.capacity_bytes)
@@ -108,7 +110,6 @@ class Agent:
         self.address = ""
         self.endpoint = ""
         self.leaving = asyncio.Event()
-        self._refused: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.fault = ""
         """Why the agent ends although nobody asked it to."""
@@ -146,7 +147,7 @@ class Agent:
         self.membership = Membership(
             record,
             seeds,
-            MembershipSettings.lan(),
+            MEMBERSHIP,
             random.Random(f"{self.peer_id}{self.identity.boot}"),
             now_ms(),
         )
@@ -206,7 +207,9 @@ class Agent:
         self.home.unlock()
 
     async def _hand_over(self) -> None:
-        """Wait, bounded, until nobody depends on this peer's copies."""
+        """Wait, bounded, until nobody depends on this peer's copies. After a finished run nobody does."""
+        if self.jobs.all_finished and not any(r["view_epoch"] for r in self.requests.other_runs()):
+            return
         deadline_s = time.monotonic() + self.settings.leave_grace_s
         said = False
         while self._others_alive() and self.data.manifests() and not self.data.sole_copies_elsewhere():
@@ -239,6 +242,7 @@ class Agent:
         now = now_ms()
         if self.membership.next_deadline_ms(now) <= now:
             self._act(self.membership.tick(now))
+        self.verdicts.tick(now)
         for run in list(self.runs.values()):
             run.tick()
         self.data.tick()
@@ -295,23 +299,17 @@ class Agent:
                 self.data.tell(event.peer_id)
         if event.peer_id == self.peer_id:
             return
-        verdict = self._verdict(event)
-        if verdict is None:
-            return
-        meta = decode_meta(record.meta)
-        boots = {run.name: run.boot for run in meta.runs} if meta else {}
-        for run in self.runs.values():
-            run.verdict(event.peer_id, boots.get(run.name, record.boot), verdict)
+        membership = self.membership
+        if membership is not None:
+            latest, heard = membership.get(event.peer_id), membership.last_heard_ms(event.peer_id)
+            self.verdicts.event(event, latest, heard, now_ms())
         if event.new in (MemberState.DEAD, MemberState.LEFT):
             self.control.forget(record.address)
             self.bulk.forget(record.bulk_address)
-
-    def _verdict(self, event: MemberEvent) -> Verdict | None:
-        if event.new is MemberState.ALIVE:
-            return Verdict.REACHABLE if event.old is not MemberState.ALIVE else None
-        if event.new is MemberState.DEAD and (event.peer_id, event.record.boot) in self._refused:
-            return Verdict.CRASHED
-        return Verdict.UNREACHABLE if event.new in (MemberState.DEAD, MemberState.LEFT) else None
+        if event.new is MemberState.DEAD and record.attested:
+            self.spawn(
+                self._ask_host(record)
+            )  # others saw it refused; what this peer sees itself counts for more
 
     def _on_disconnect(self, address: str) -> None:
         record = next((r for r in self.members() if r.address == address), None)
@@ -328,9 +326,7 @@ class Agent:
             return
         if self.membership is None:
             return
-        heard = self.membership.last_heard_ms(record.peer_id)
-        if heard is not None and now_ms() - heard < 5_000:
-            self._refused.add((record.peer_id, record.boot))
+        self.verdicts.crashed(record, self.membership.last_heard_ms(record.peer_id), now_ms())
         self._act(self.membership.refused(record.peer_id, record.boot, now_ms()))
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -394,6 +390,7 @@ class Agent:
             send=self.send,
             members=self.members,
             meta_changed=self.meta_changed,
+            replay_verdicts=lambda run: self.verdicts.replay(run, self.members(), self.peer_id),
             say=self.say,
             seed_known=self._seed_known,
             run_over=self.jobs.run_over,

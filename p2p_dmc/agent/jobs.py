@@ -197,6 +197,11 @@ class Jobs:
             await asyncio.wait(pending, timeout=10.0)
         self.kill_all()
 
+    @property
+    def all_finished(self) -> bool:
+        """There was something to train here, and all of it is finished."""
+        return bool(self._jobs) and all(job.run.end.outcome == "finished" for job in self._jobs.values())
+
     def kill_all(self) -> None:
         """No trainer outlives this agent."""
         for job in self._jobs.values():

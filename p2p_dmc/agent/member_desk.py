@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
+from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.training import check_header
 from p2p_dmc.agent.work import decode_strikes, encode_strikes
@@ -37,7 +38,8 @@ class MemberDesk:
             if run.view is not None and message.view_id == run.view.view_id and sender in run.view.peers:
                 run.group_failed(f"{sender[:8]}: {message.reason}")
         elif isinstance(message, messages.AGREEMENT_MESSAGES):
-            run.agreement_message(message)
+            if run.agreement is not None:
+                run.act(run.agreement.receive(message, now_ms()))
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)
         elif isinstance(message, messages.JoinRefused):
@@ -57,7 +59,10 @@ class MemberDesk:
     def _header(self, sender: str, header: messages.RoundHeader) -> None:
         """A member may have opened the view before this peer: its header waits here."""
         check_header(header)
-        training = self._run.training
+        training, agreement = self._run.training, self._run.agreement
+        if agreement is not None and agreement.view is not None and header.view_id != agreement.view.view_id:
+            # whoever of the two is behind learns it
+            self._run.act(agreement.foreign_header(sender, header.view_epoch, now_ms()))
         if training is not None and header.view_epoch <= training.view.view_epoch:
             training.header(sender, header)
         elif len(self._early_headers) < MAX_EARLY_HEADERS:

@@ -62,7 +62,7 @@ class Requests:
             "name": agent.options.name,
             "address": agent.address,
             "members": [self._member(r) for r in agent.members()],
-            "runs": [self._run(name) for name in sorted(agent.runs)] + self._other_runs(),
+            "runs": [self._run(name) for name in sorted(agent.runs)] + self.other_runs(),
             "datasets": [self._dataset(m.digest) for m in agent.data.manifests()],
         }
 
@@ -107,7 +107,7 @@ class Requests:
             "waiting": waiting(run),
         }
 
-    def _other_runs(self) -> list[dict[str, Any]]:
+    def other_runs(self) -> list[dict[str, Any]]:
         """Runs that this peer only hears of: whom to ask about them."""
         agent = self._agent
         found: dict[str, dict[str, Any]] = {}
@@ -212,7 +212,7 @@ class Requests:
                 )
             going[0].end.ask_stop("dmc-peer stop", tell=True)
             return {"run": going[0].name, "stopping": True}
-        others = [r for r in self._other_runs() if r["view_epoch"] and (not name or r["run"] == name)]
+        others = [r for r in self.other_runs() if r["view_epoch"] and (not name or r["run"] == name)]
         names = sorted({r.name for r in going} | {r["run"] for r in others})
         if not going and len(others) == 1:
             return {"run": others[0]["run"], "ask": others[0]["ask"]}

@@ -33,7 +33,6 @@ from p2p_dmc.agent.work import (
 )
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
-    AgreementMessage,
     AgreementSettings,
     MemberId,
     Promises,
@@ -173,6 +172,7 @@ class Run:
                 settings=AgreementSettings(),
                 now_ms=now_ms(),
             )
+            self.services.replay_verdicts(self)
         elif self.agreement is not None:
             self.act(self.agreement.rejoin(now_ms()))
         self.services.meta_changed()
@@ -418,10 +418,6 @@ class Run:
         report_given_up(self, facts["skipped"])
 
     # -- other peers ------------------------------------------------------------------------------------------------
-
-    def agreement_message(self, message: AgreementMessage) -> None:
-        if self.agreement is not None:
-            self.act(self.agreement.receive(message, now_ms()))
 
     def join_requested(self, peer_id: str) -> None:
         """A ready peer with the same settings asks to be let in: at the next barrier."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from p2p_dmc.agent.bulk import BulkClient
 from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.home import Home, MemoryFolder
+from p2p_dmc.agent.verdicts import Judged
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.observe.journal import Journal
@@ -34,6 +35,8 @@ class Services:
     """What this peer says of its runs has changed."""
     say: Callable[[str], None]
     """One line for the user."""
+    replay_verdicts: Callable[[Judged], None]
+    """Tell a run that has just begun to listen who can be reached."""
     seed_known: Callable[[], bool]
     """Whether founding is in order as far as seeds go: none was given, or one has answered."""
     run_over: Callable[[str], None]

@@ -175,7 +175,7 @@ def _noted(state: TauState, headers: Sequence[RoundFacts]) -> TauState:
     loss_micro = sum(header.loss_sum_micro for header in headers if header.samples)
     f0_micro = state.f0_micro
     if f0_micro is None and samples:
-        f0_micro = _bounded(loss_micro // samples)
+        f0_micro = _bounded(-(-loss_micro // samples))  # up: a loss that stays the same raises no tau
     return replace(
         state,
         f0_micro=f0_micro,

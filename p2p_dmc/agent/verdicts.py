@@ -1,0 +1,85 @@
+"""From membership's events to verdicts for agreement: who is reachable, gone, or was seen to crash (DESIGN.md 5, 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState
+from p2p_dmc.wire.messages import decode_meta
+
+
+class Judged(Protocol):
+    """A run, as far as verdicts go."""
+
+    name: str
+
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None: ...
+
+
+class Verdicts:
+    """One agent's verdicts about the others.
+
+    A crash seen by this agent itself is told at once. Silence is held back until a suspicion time after this agent last
+    heard the other one: for so long the other may count this one as crashed, on the word of its acknowledgement.
+    """
+
+    def __init__(self, runs: Callable[[], Iterable[Judged]], suspicion_ms: int) -> None:
+        self._runs = runs
+        self._suspicion_ms = suspicion_ms
+        self._crashed: set[tuple[str, int]] = set()
+        self._held: dict[tuple[str, int], tuple[int, MemberRecord]] = {}
+
+    def crashed(self, record: MemberRecord, heard_ms: int | None, now_ms: int) -> None:
+        """This agent saw the peer's live host refuse. It counts as a crash if there was contact a moment ago."""
+        key = (record.peer_id, record.boot)
+        if key in self._crashed:
+            return
+        in_contact = heard_ms is not None and now_ms - heard_ms < 2 * self._suspicion_ms
+        if in_contact:
+            self._crashed.add(key)
+        self._held.pop(key, None)
+        self._tell(record, Verdict.CRASHED if in_contact else Verdict.UNREACHABLE)
+
+    def event(
+        self, event: MemberEvent, latest: MemberRecord | None, heard_ms: int | None, now_ms: int
+    ) -> None:
+        """One change of membership. ``latest``: what is known of the peer now, perhaps of a later boot."""
+        record = event.record
+        key = (record.peer_id, record.boot)
+        if event.new is MemberState.ALIVE:
+            self._held.pop(key, None)
+            if event.old is not MemberState.ALIVE:
+                self._tell(record, Verdict.REACHABLE)
+        elif event.new is MemberState.LEFT:
+            self._tell(record, Verdict.UNREACHABLE)
+        elif event.new is MemberState.DEAD and key not in self._crashed:
+            restarted = latest is not None and latest.boot > record.boot
+            due_ms = now_ms if restarted or heard_ms is None else heard_ms + self._suspicion_ms
+            if due_ms <= now_ms:
+                self._tell(record, Verdict.UNREACHABLE)
+            else:
+                self._held[key] = (due_ms, record)
+
+    def tick(self, now_ms: int) -> None:
+        """Tell what was held back long enough."""
+        for key in [k for k, (due_ms, _) in self._held.items() if due_ms <= now_ms]:
+            self._tell(self._held.pop(key)[1], Verdict.UNREACHABLE)
+
+    def replay(self, run: Judged, members: Iterable[MemberRecord], me: str) -> None:
+        """A run has just begun to listen: who can be reached."""
+        for record in members:
+            if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and record.peer_id != me:
+                run.verdict(record.peer_id, boot_in(record, run.name), Verdict.REACHABLE)
+
+    def _tell(self, record: MemberRecord, verdict: Verdict) -> None:
+        for run in self._runs():
+            run.verdict(record.peer_id, boot_in(record, run.name), verdict)
+
+
+def boot_in(record: MemberRecord, run: str) -> int:
+    """The boot under which a peer is a member of this run's views: an older one when it reopened a closed run."""
+    meta = decode_meta(record.meta)
+    boots = {one.name: one.boot for one in meta.runs} if meta else {}
+    return boots.get(run, record.boot)

@@ -1,0 +1,111 @@
+"""Verdicts: a crash seen here at once, silence after the time for which this peer may count as crashed itself."""
+
+from __future__ import annotations
+
+from p2p_dmc.agent.verdicts import Verdicts
+from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState, Role
+from p2p_dmc.wire.messages import PeerMeta, RunMeta, encode_meta
+
+SUSPICION_MS = 2000
+PEER = "ab" * 16
+
+
+class Listener:
+    name = "run"
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, Verdict]] = []
+
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
+        self.heard.append((peer_id, boot, verdict))
+
+
+def record(
+    state: MemberState = MemberState.ALIVE, boot: int = 3, run_boot: int | None = None
+) -> MemberRecord:
+    runs = ()
+    if run_boot is not None:
+        runs = (
+            RunMeta(
+                name="run",
+                boot=run_boot,
+                history=b"",
+                view_epoch=0,
+                ready=True,
+                fingerprint=b"",
+                samples=0,
+                quorum="",
+                backend="",
+                on_lost="",
+            ),
+        )
+    return MemberRecord(
+        peer_id=PEER,
+        boot=boot,
+        incarnation=0,
+        state=state,
+        name="peer",
+        address="tcp://127.0.0.1:7400",
+        bulk_address="tcp://127.0.0.1:7401",
+        role=Role.TRAIN,
+        meta=encode_meta(PeerMeta(weight=1, runs=runs)),
+    )
+
+
+def dead(one: MemberRecord) -> MemberEvent:
+    return MemberEvent(
+        peer_id=PEER, old=MemberState.SUSPECT, new=MemberState.DEAD, record=one, reason="silent"
+    )
+
+
+def made() -> tuple[Verdicts, Listener]:
+    listener = Listener()
+    return Verdicts(lambda: [listener], SUSPICION_MS), listener
+
+
+def test_a_crash_seen_here_is_told_at_once_and_once() -> None:
+    verdicts, listener = made()
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_000)
+    verdicts.event(dead(record()), record(), 9_900, 10_001)
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_002)
+    verdicts.tick(60_000)
+    assert listener.heard == [(PEER, 3, Verdict.CRASHED)]
+
+
+def test_a_refusal_long_after_the_last_contact_is_only_a_death() -> None:
+    verdicts, listener = made()
+    verdicts.crashed(record(), heard_ms=1_000, now_ms=10_000)
+    assert listener.heard == [(PEER, 3, Verdict.UNREACHABLE)]
+
+
+def test_silence_is_held_back_until_a_suspicion_time_after_the_last_word() -> None:
+    verdicts, listener = made()
+    verdicts.event(dead(record()), record(), heard_ms=9_500, now_ms=10_000)
+    verdicts.tick(11_499)
+    assert listener.heard == []
+    verdicts.tick(11_500)
+    assert listener.heard == [(PEER, 3, Verdict.UNREACHABLE)]
+
+
+def test_what_was_held_back_is_dropped_when_the_peer_is_back() -> None:
+    verdicts, listener = made()
+    verdicts.event(dead(record()), record(), heard_ms=9_500, now_ms=10_000)
+    back = MemberEvent(
+        peer_id=PEER, old=MemberState.DEAD, new=MemberState.ALIVE, record=record(), reason="back"
+    )
+    verdicts.event(back, record(), heard_ms=10_100, now_ms=10_100)
+    verdicts.tick(60_000)
+    assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
+
+
+def test_a_restarted_peers_old_boot_is_gone_at_once() -> None:
+    verdicts, listener = made()
+    verdicts.event(dead(record(boot=3)), record(boot=4), heard_ms=9_999, now_ms=10_000)
+    assert listener.heard == [(PEER, 3, Verdict.UNREACHABLE)]
+
+
+def test_a_run_reopened_after_a_stop_knows_its_member_by_the_older_boot() -> None:
+    verdicts, listener = made()
+    verdicts.replay(listener, [record(boot=5, run_boot=3), record(MemberState.DEAD)], me="cd" * 16)
+    assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
