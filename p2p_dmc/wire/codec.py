@@ -85,7 +85,9 @@ def unpack(data: bytes | memoryview, max_bytes: int) -> Any:
             data,
             raw=False,
             strict_map_key=True,
-            max_array_len=min(MAX_ITEMS, len(data)),  # an item has a byte at least; lists are made as announced
+            max_array_len=min(
+                MAX_ITEMS, len(data)
+            ),  # an item has a byte at least; lists are made as announced
             max_map_len=0,
             max_ext_len=0,
         )
