@@ -87,9 +87,9 @@ class Entrance:
     def step(self, mine: RunMeta, me: str, peers: Sequence[OtherPeer], seed_known: bool) -> Step:
         """One look at who is there. Call now and then while no view stands here and the trainer is ready."""
         standing = [p for p in peers if p.meta.view_epoch > 0]
-        strangers = [p for p in peers if mine.history and p.meta.history and p.meta.history != mine.history]
-        if strangers:
-            return self._two_histories(mine, strangers)
+        rivals = self.rivals(mine, peers)
+        if rivals is not None:
+            return rivals
         if standing:
             return self._ask(standing)
         elders = [p for p in peers if p.meta.history and p.meta.samples and not self._fits(mine, p)]
@@ -123,13 +123,21 @@ class Entrance:
         self._asked_s = now_s
         return Step(ask=tuple(p.peer_id for p in standing[:8]))
 
-    def _two_histories(self, mine: RunMeta, strangers: Sequence[OtherPeer]) -> Step:
-        """Different histories never merge by lineage: one that has committed nothing yields."""
+    def rivals(self, mine: RunMeta, peers: Sequence[OtherPeer]) -> Step | None:
+        """Whether somebody continues another history of this run; None if not. Ask now and then, in a view too.
+
+        Different histories never merge by lineage: one that has committed nothing yields, and with quorum "any" the
+        one with fewer samples committed. Otherwise both name each other, and the user chooses.
+        """
+        strangers = [p for p in peers if mine.history and p.meta.history not in (b"", mine.history)]
+        if not strangers:
+            return None
         best = max(strangers, key=lambda p: (p.meta.samples, p.meta.history))
-        if mine.samples == 0 and (best.meta.samples, best.meta.history) > (0, mine.history):
+        ahead = (best.meta.samples, best.meta.history) > (mine.samples, mine.history)
+        if ahead and (mine.samples == 0 or mine.quorum == "any"):
             return Step(yield_to=best.meta.history)
-        if best.meta.samples == 0:
-            return Step(waiting="")  # the other one yields
+        if best.meta.samples == 0 or mine.quorum == "any":
+            return Step()  # the other one yields
         return Step(
             waiting=f"peer {best.peer_id[:8]} continues another history of this run ({best.meta.history.hex()[:8]}, "
             f"{best.meta.samples} samples; here {mine.history.hex()[:8]}, {mine.samples}): "

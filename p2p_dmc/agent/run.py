@@ -15,6 +15,7 @@ from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import Entrance, others, run_meta
 from p2p_dmc.agent.group_values import GroupValues
 from p2p_dmc.agent.member_desk import MemberDesk
+from p2p_dmc.agent.rivals import Rivals
 from p2p_dmc.agent.run_end import RunEnd
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held
@@ -73,6 +74,7 @@ class Run:
         self.entrance = Entrance(
             options.min_peers, services.settings.found_still_ms, services.settings.join_retry_ms
         )
+        self.rivals = Rivals(self)
         self.agreement: Agreement | None = None
         self.desk = TrainerDesk(self)
         self.members = MemberDesk(self)
@@ -454,6 +456,7 @@ class Run:
             self.stood_in = 0  # whoever was left out sets local := anchor
         if self.training is not None and not self.training.frozen:
             self._look_for_lost(self.training)
+            self.rivals.look()
             self.training.serve_lease()
             self.training.repeat()
         elif self.desk.up:
@@ -479,16 +482,17 @@ class Run:
         for peer_id in step.ask:
             self.services.send(peer_id, messages.JoinRequest(fingerprint=self.desk.fingerprint), self.name)
         if step.yield_to:
-            self._give_up_history()
+            self.give_up_history()
 
-    def _give_up_history(self) -> None:
-        """Nothing is committed here and much elsewhere: forget this history and join the other."""
+    def give_up_history(self) -> None:
+        """More is committed elsewhere: forget this history and join the other, as a newcomer does."""
         self.event("history_given_up")
         self._end_training()
         self.view, self.stood_in, self._trainer_base = None, 0, None
         held = self.keeper.current
         if self.agreement is not None and held is not None:
-            self.act(self.agreement.yield_history(held.ref, now_ms()))
+            newcomer = StateRef(lineage=(0, 0), digest=held.ref.digest)
+            self.act(self.agreement.yield_history(newcomer, now_ms()))
         self.services.meta_changed()
 
     async def shut_down(self) -> None:

@@ -204,6 +204,7 @@ def surroundings(
         send=lambda to, message, run: sent.append((to, message, run)),
         members=lambda: tuple(members),
         meta_changed=nothing,
+        replay_verdicts=nothing,
         say=said.append,
         seed_known=lambda: True,
         run_over=nothing,

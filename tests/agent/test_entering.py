@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_of_two_that_meet_at_most_one_yields(a: int, b: int) -> None:
     yields = bool(seen_by_one.yield_to) + bool(seen_by_two.yield_to)
     assert yields == (1 if 0 in (a, b) else 0)
     assert not seen_by_one.found and not seen_by_two.found
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product([0, 4, 9], repeat=2)))
+def test_with_quorum_any_exactly_one_of_two_yields(a: int, b: int) -> None:
+    one = replace(run_meta(history=H1, samples=a), quorum="any")
+    two = replace(run_meta(history=H2, samples=b), quorum="any")
+    seen_by_one = Door().entrance.rivals(one, [OtherPeer(peer_id=peer(2), meta=two)])
+    seen_by_two = Door().entrance.rivals(two, [OtherPeer(peer_id=peer(1), meta=one)])
+    assert seen_by_one is not None and seen_by_two is not None
+    assert bool(seen_by_one.yield_to) + bool(seen_by_two.yield_to) == 1
+    assert seen_by_one.yield_to == (H2 if (b, H2) > (a, H1) else b"")
+
+
+def test_peers_of_one_history_are_no_rivals() -> None:
+    assert Door().entrance.rivals(run_meta(history=H1), [other(1, history=H1), other(2)]) is None
 
 
 def test_a_stranger_without_a_view_or_without_a_history_is_no_second_history() -> None:
