@@ -15,8 +15,6 @@ from pathlib import Path
 from p2p_dmc.wire.trainer_messages import ENV_AGENT, ENV_LIFELINE, ENV_RUN
 
 ATTACHED_LOOK_S = 0.2
-LAST_READS = 64
-"""Of a trainer that has ended: more than a pipe holds, but a process that it left behind may write for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +92,8 @@ class TrainerProcess:
         os.set_blocking(output, False)
         with open(self._log_path, "ab", buffering=0) as log_file:
 
-            def copy() -> bool:
-                """Take what is there; False when that is nothing."""
+            def copy() -> None:
+                """Take what is there."""
                 data = b""
                 with contextlib.suppress(BlockingIOError):
                     data = os.read(output, 1 << 16)
@@ -106,14 +104,11 @@ class TrainerProcess:
                     with contextlib.suppress(OSError):  # a full disk costs lines, not the run
                         log_file.write(data)
                     self._on_output(data)
-                return bool(data)
 
             loop.add_reader(output, copy)
             try:
                 code = await process.wait()
-                for _ in range(LAST_READS):
-                    if not copy():
-                        break
+                copy()  # all that the pipe can hold; another process may go on writing
             finally:
                 loop.remove_reader(output)
         return code
