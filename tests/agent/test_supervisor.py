@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,28 +197,35 @@ asyncio.run(main())
 """
 
 
-def killed_agent(*scripts: Path) -> list[int]:
-    """The process ids that the scripts print, once their agent has been killed."""
+@contextlib.contextmanager
+def killed_agent(*scripts: Path) -> Iterator[list[int]]:
+    """The process ids that the scripts print, once their agent has been killed. None is left afterwards."""
+    pids: list[int] = []
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, *map(str, scripts)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert agent.stdout is not None
-        pids = [int(agent.stdout.readline()) for _ in scripts]
+        pids += [int(agent.stdout.readline()) for _ in scripts]
         assert all(map(alive, pids))
     finally:
         agent.kill()
         assert agent.wait(DEADLINE_S) == -signal.SIGKILL
         if agent.stdout is not None:
             agent.stdout.close()
-    return pids
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_trainer_dies_with_its_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    for pid in killed_agent(script):
-        gone(pid)
+    with killed_agent(script) as pids:
+        gone(pids[0])
 
 
 def test_the_lifeline_of_each_trainer_ends_with_the_agent_alone(tmp_path: Path) -> None:
@@ -233,10 +241,10 @@ print(os.getpid(), flush=True)
 ended = os.read(int(os.environ["DMC_LIFELINE"]), 1)
 Path({str(tmp_path / f"ended{i}")!r}).write_bytes(b"end of file" if ended == b"" else ended)
 """)
-    pids = killed_agent(*scripts)
-    for i, pid in enumerate(pids):
-        gone(pid)
-        assert (tmp_path / f"ended{i}").read_bytes() == b"end of file"
+    with killed_agent(*scripts) as pids:
+        for i, pid in enumerate(pids):
+            gone(pid)
+            assert (tmp_path / f"ended{i}").read_bytes() == b"end of file"
 
 
 # -- attached ---------------------------------------------------------------------------------------------------------

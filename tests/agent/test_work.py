@@ -264,8 +264,8 @@ def strike(*stretches: Plain, victim: str = "a:1", death: int = 1, epoch: int = 
 
 
 def test_a_strike_counts_once_however_many_repeat_it() -> None:
-    one = strike((0, 0, 3))
-    opened = opening_ledger([payload(strikes=(one,)), payload(strikes=(one, one))], ledger(), skip_lost=False)
+    told = [payload(strikes=(strike((0, 0, 3)),)), payload(strikes=(strike((0, 0, 3)), strike((0, 0, 3))))]
+    opened = opening_ledger(told, ledger(), skip_lost=False)
     assert opened.strikes == ((stretch(0, 0, 3), 1),) and opened.progress()[1] == 0
 
 
