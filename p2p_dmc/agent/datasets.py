@@ -23,7 +23,7 @@ from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings, decode_meta
 
 log = logging.getLogger("p2p_dmc.data")
 Key = tuple[bytes, int]  # data set digest, shard index
-LOST_REMINDER_S = 60.0
+LOST_REMINDER_S, AGAIN_S = 60.0, 1.0
 
 
 @dataclass(slots=True)
@@ -429,6 +429,7 @@ class DataService:
                 else:
                     async with self._slots:
                         await self._fetch(key, known)
+                    await asyncio.sleep(0.0 if self.store.has(*key) else AGAIN_S)  # no source was any good
         except StoreFull as error:
             self._full_until_s = time.monotonic() + 30.0
             self._say(str(error))
@@ -437,9 +438,8 @@ class DataService:
             self._say(str(error))
         finally:
             self._fetching.pop(key, None)
-        if key[1] in known.verified:
-            for callback in self._callbacks.pop(key, []):
-                callback()
+        for callback in self._callbacks.pop(key, []) if key[1] in known.verified else ():
+            callback()
 
     async def _fetch(self, key: Key, known: Known) -> None:
         started_s = time.monotonic()

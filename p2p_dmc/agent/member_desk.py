@@ -8,8 +8,8 @@ from p2p_dmc.agent import run_files
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.training import check_header
-from p2p_dmc.agent.work import decode_strikes, encode_strikes
-from p2p_dmc.core.agreement_messages import Stopped
+from p2p_dmc.agent.work import check_payload, decode_strikes, encode_strikes
+from p2p_dmc.core.agreement_messages import Propose, Stopped
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import messages
 
@@ -38,6 +38,9 @@ class MemberDesk:
             if run.view is not None and message.view_id == run.view.view_id and sender in run.view.peers:
                 run.group_failed(f"{sender[:8]}: {message.reason}")
         elif isinstance(message, messages.AGREEMENT_MESSAGES):
+            if isinstance(message, Propose):
+                manifest = run.desk.manifest
+                check_payload(message.payload, len(manifest.shards) if manifest is not None else None)
             if run.agreement is not None:
                 run.act(run.agreement.receive(message, now_ms()))
         elif isinstance(message, messages.JoinRequest):

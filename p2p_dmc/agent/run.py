@@ -45,6 +45,7 @@ from p2p_dmc.core.agreement_messages import (
 )
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.core.quorum import Quorum
+from p2p_dmc.errors import UserError
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -141,15 +142,16 @@ class Run:
 
     def trainer_message(self, message: object) -> None:
         """One message of the trainer."""
+        training = self.training  # in a view of one, what it does may have opened the next one when it returns
         if isinstance(message, local.RunReady):
             self.desk.run_ready(message)
         elif isinstance(message, local.InitialWritten):
             self.desk.initial_written(message)
         elif isinstance(message, local.LeaseRequest):
             self._lease(message)
-        elif isinstance(message, local.RoundReady) and self.training is not None:
-            self.training.round_ready(message)
-            self._in_flight = self.training.in_flight
+        elif isinstance(message, local.RoundReady) and training is not None:
+            training.round_ready(message)
+            self._in_flight = training.in_flight
         elif isinstance(message, local.RoundResult):
             self._round_result(message)
         elif isinstance(message, local.RoundFailed):
@@ -199,9 +201,10 @@ class Run:
             self._early_lease = message.samples
 
     def _round_result(self, message: local.RoundResult) -> None:
-        if self.training is not None:
-            self.training.round_result(message)
-            self._in_flight = self.training.in_flight
+        training = self.training
+        if training is not None:
+            training.round_result(message)
+            self._in_flight = training.in_flight
         else:
             self.to_trainer(local.RoundRefused(view_epoch=message.view_epoch, round=message.round))
 
@@ -290,10 +293,11 @@ class Run:
             donors = [m.peer_id for m in view.holders if m != self.me]
             try:
                 await self.keeper.adopt(view.start, lambda: self._bulk_addresses(donors), give_up_s=60.0)
-            except AdoptionFailedError as error:
+            except (AdoptionFailedError, UserError, OSError) as error:
                 self.event("adoption_failed", reason=str(error))
-                if self.view is view and self.agreement is not None:
-                    self.act(self.agreement.wants_change(str(error), now_ms(), at_once=True))
+                if self.view is view and self.agreement is not None and not self.agreement.frozen:
+                    # the others stand at the barrier, and in the next view this peer would fail likewise
+                    self.desk.refuse(f"{error}; see that the other peers' ports can be reached from here")
                 return
             self.event(
                 "adopted", lineage=list(view.start.lineage), seconds=round(time.monotonic() - started_s, 3)

@@ -103,9 +103,11 @@ class TrainerDesk:
             self._run.trainer_ready()
 
     def refuse(self, reason: str) -> None:
-        """The trainer ends with this one line; the peer leaves the run."""
+        """The trainer ends with this one line; the peer leaves the run, and nobody waits for it at a barrier."""
         self.send(local.TrainerRefused(reason=reason))
         self._run.event("refused", reason=reason)
+        self.up = False
+        self._run.withdraw(reason)
         self._run.end.over("refused", reason)
 
     def lost(self, reason: str, *, in_hand: bool) -> None:

@@ -69,6 +69,16 @@ def decode_strikes(data: bytes) -> tuple[Strike, ...]:
     return codec.unpack_value(StrikeList, data, 1 << 20).strikes
 
 
+def check_payload(data: bytes, shards: int | None) -> None:
+    """Whether a view could be opened with this payload; RemoteProtocolError. ``shards``: of the run's data set."""
+    payload = decode_payload(data)
+    if payload.speed < 0 or payload.view_epoch < 0 or payload.epoch < 0:
+        raise RemoteProtocolError("a payload's number is negative")
+    if shards is not None:
+        from_bitmap(payload.holdings, shards)
+        from_bitmap(payload.reachable, shards)
+
+
 def bitmap(shards: Container[int], count: int) -> bytes:
     """One bit a shard, numpy.packbits order."""
     return np.packbits(np.fromiter((i in shards for i in range(count)), dtype=bool, count=count)).tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from p2p_dmc.agent.takeovers import Takeover, takeovers
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
+    ProposalPayload,
     Strike,
     Work,
     bitmap,
+    check_payload,
     decode_payload,
+    encode_payload,
     from_bitmap,
     opening_ledger,
     to_stretches,
@@ -364,3 +368,16 @@ def test_the_gone_members_rest_and_who_has_it_now() -> None:
     assert takeovers(old, old_view, moved, old_view) == ()  # nobody is gone
     next_epoch = work_of(((1, 0, 10),), (), epoch=1)
     assert takeovers(old, old_view, next_epoch, new_view) == ()  # the same numbers name other samples
+
+
+def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said() -> None:
+    good = ProposalPayload(
+        view_epoch=0, epoch=0, claims=(), holdings=b"\xff", reachable=b"\xff", speed=0, strikes=()
+    )
+    check_payload(encode_payload(good), 8)
+    check_payload(encode_payload(good), None)
+    for bad in (replace(good, speed=-1), replace(good, holdings=b""), replace(good, reachable=b"\xff\xff")):
+        with pytest.raises(RemoteProtocolError):
+            check_payload(encode_payload(bad), 8)
+    with pytest.raises(RemoteProtocolError):
+        check_payload(b"junk", None)
