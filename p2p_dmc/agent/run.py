@@ -142,7 +142,7 @@ class Run:
 
     def trainer_message(self, message: object) -> None:
         """One message of the trainer."""
-        training = self.training  # in a view of one, what it does may have opened the next one when it returns
+        training = self.training  # alone, what it does may have installed the next view when it returns
         if isinstance(message, local.RunReady):
             self.desk.run_ready(message)
         elif isinstance(message, local.InitialWritten):
