@@ -254,6 +254,7 @@ class Run:
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,
                 strikes=tuple(self.desk.strikes),
+                counted=self.desk.counted,
             )
         )
 

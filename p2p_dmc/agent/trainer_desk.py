@@ -36,6 +36,8 @@ class TrainerDesk:
         """The trainer waits for a view, or trains in one."""
         self.strikes: list[Strike] = []
         """Known to this peer and not yet in the ledger."""
+        self.counted: tuple[tuple[str, int, int], ...] = ()
+        """Keys of the last ones that the ledger got: their victim, who was not there, brings them once more."""
         self._deaths = 0
         self._initial_slot: Path | None = None
 
@@ -132,10 +134,11 @@ class TrainerDesk:
 
     def learn_strikes(self, strikes: tuple[Strike, ...]) -> None:
         """What another peer's trainer had in hand when it died."""
-        known = {s.key for s in self.strikes}
+        known = {s.key for s in self.strikes}.union(self.counted)
         fresh = [s for s in strikes if s.key not in known]
         self.strikes += fresh[: MAX_STRIKES - len(self.strikes)]
 
     def forget_strikes(self, counted: set[tuple[str, int, int]]) -> None:
         """The ledger has these now."""
         self.strikes = [s for s in self.strikes if s.key not in counted]
+        self.counted = (*self.counted, *sorted(counted.difference(self.counted)))[-MAX_STRIKES:]

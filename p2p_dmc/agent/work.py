@@ -51,6 +51,7 @@ class ProposalPayload:
     reachable: bytes  # bitmap of the shards that it knows somebody to hold, members or not
     speed: int  # samples a second, 0 when unknown
     strikes: tuple[Strike, ...]
+    counted: tuple[tuple[str, int, int], ...] = ()  # keys of strikes that its ledger has already
 
 
 def encode_payload(payload: ProposalPayload) -> bytes:
@@ -98,9 +99,9 @@ def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_
     """
     if ledger.done:  # a trainer may die with the run's last samples in hand, which are counted
         return ledger
-    strikes = {
-        (s.victim, s.view_epoch, s.death): s for p in payloads for s in p.strikes if s.epoch == ledger.epoch
-    }
+    counted = {key for p in payloads for key in p.counted}  # who was not there brings them again
+    fresh = [s for p in payloads for s in p.strikes if s.epoch == ledger.epoch and s.key not in counted]
+    strikes = {s.key: s for s in fresh}
     for key in sorted(strikes):
         for stretch in to_stretches(strikes[key].stretches, ledger):
             if ledger.epoch == strikes[key].epoch:
@@ -139,7 +140,9 @@ def valid_claims(payloads: Sequence[ProposalPayload], ledger: Ledger) -> tuple[t
 
 def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
     """Whether samples that a member has in hand are skipped now: its trainer has to begin anew from the anchor."""
-    claims = to_stretches(payload.claims, ledger) if payload.epoch == ledger.epoch else ()
+    if payload.epoch != ledger.epoch:  # skipping ended the epoch, or no longer does: none of them is honoured
+        return bool(payload.claims)
+    claims = to_stretches(payload.claims, ledger)
     return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
 
 

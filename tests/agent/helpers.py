@@ -81,6 +81,7 @@ def payload(
     reachable: Sequence[int] | None = None,
     speed: int = 0,
     strikes: tuple[Strike, ...] = (),
+    counted: tuple[tuple[str, int, int], ...] = (),
 ) -> ProposalPayload:
     """What a member's proposal carries; it holds ``shards``, and knows where ``reachable`` are (default: all)."""
     return ProposalPayload(
@@ -91,6 +92,7 @@ def payload(
         reachable=bitmap(frozenset(range(count) if reachable is None else reachable), count),
         speed=speed,
         strikes=strikes,
+        counted=counted,
     )
 
 

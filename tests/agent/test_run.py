@@ -12,6 +12,7 @@ import pytest
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions
+from p2p_dmc.agent.work import Strike
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import Stopped
 from p2p_dmc.errors import UserError
@@ -75,3 +76,15 @@ def test_a_peer_that_cannot_have_the_start_state_leaves_the_others_alone(
     asyncio.run(run._open_view(run.view, None, None))
     assert [to for to, m, _ in around.sent if isinstance(m, Withdrawn)] == [peer(2)]
     assert run.end.outcome == "refused" and str(fault) in run.end.detail
+
+
+def test_a_strike_that_the_ledger_has_is_known_by_its_key(tmp_path: Path) -> None:
+    desk = run_of(surroundings(tmp_path)).desk
+    strike = Strike(victim="a:1", view_epoch=1, death=1, epoch=0, stretches=((0, 0, 3),))
+    desk.learn_strikes((strike, strike))
+    desk.forget_strikes({strike.key})
+    desk.learn_strikes((strike,))  # told late
+    assert desk.strikes == [] and desk.counted == (strike.key,)
+    for death in range(200):
+        desk.forget_strikes({("b:1", 1, death)})
+    assert len(desk.counted) <= 64

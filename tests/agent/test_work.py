@@ -21,6 +21,7 @@ from p2p_dmc.agent.work import (
     decode_payload,
     encode_payload,
     from_bitmap,
+    gave_up_claims,
     opening_ledger,
     to_stretches,
     unreachable,
@@ -271,6 +272,24 @@ def test_a_strike_counts_once_however_many_repeat_it() -> None:
     told = [payload(strikes=(strike((0, 0, 3)),)), payload(strikes=(strike((0, 0, 3)), strike((0, 0, 3))))]
     opened = opening_ledger(told, ledger(), skip_lost=False)
     assert opened.strikes == ((stretch(0, 0, 3), 1),) and opened.progress()[1] == 0
+
+
+def test_a_death_that_the_ledger_knows_does_not_count_again_when_its_victim_is_back() -> None:
+    once = strike((0, 0, 3))
+    begun = opening_ledger([payload(strikes=(once,))], ledger(), skip_lost=False)
+    there, back = payload(counted=(once.key,)), payload(strikes=(once,))
+    for order in ((there, back), (back, there)):
+        assert opening_ledger(order, begun, skip_lost=False) == begun
+    assert opening_ledger([back], begun, skip_lost=False).skipped[0] == ((0, 3),)  # nobody knows better
+
+
+def test_claims_of_an_epoch_that_skipping_ends_are_given_up() -> None:
+    begun = ledger((4,)).advance([stretch(0, 0, 2)])
+    mine = payload((0,), 1, claims=((0, 2, 4),), strikes=(strike((0, 2, 4)), strike((0, 2, 4), death=2)))
+    opened = opening_ledger([mine], begun, skip_lost=False)
+    assert opened.epoch == 1
+    assert gave_up_claims(mine, opened) and not gave_up_claims(mine, begun)
+    assert not gave_up_claims(payload((0,), 1), opened)  # nothing in hand, nothing lost
 
 
 def test_two_deaths_put_a_sample_out() -> None:
