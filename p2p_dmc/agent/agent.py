@@ -34,6 +34,7 @@ from p2p_dmc.core.membership import (
     Output,
     Role,
 )
+from p2p_dmc.core.placement import MAX_WEIGHT
 from p2p_dmc.core.suspicion import suspicion_min_ms
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import RemoteProtocolError
@@ -260,7 +261,7 @@ class Agent:
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def _meta(self) -> PeerMeta:
-        weight = max(1, self.options.capacity_bytes >> 30) if self.options.stays else 0
+        weight = min(MAX_WEIGHT, max(1, self.options.capacity_bytes >> 30)) if self.options.stays else 0
         return PeerMeta(weight=weight, runs=tuple(run_meta(run) for _, run in sorted(self.runs.items()))[-8:])
 
     def meta_changed(self) -> None:

@@ -86,7 +86,7 @@ class MemberDesk:
             return
         difference = run_files.first_difference(run.desk.fingerprint, request.fingerprint)
         if difference is not None:
-            reason = f"run {run.name!r}: {difference}; use the same, or another --run name"
+            reason = f"run {run.name!r}: {difference}; use the same, or another --run name"[:500]
             run.to_member(sender, messages.JoinRefused(reason=reason))
             run.event("join_refused", peer_id=sender, reason=reason)
             return

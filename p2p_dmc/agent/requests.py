@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 1 << 20
 """Of a reply's JSON, which is ASCII: the placement of a large data set fits no single message."""
 
+REASON_CHARACTERS = 10_000
+"""Of an error, which may repeat what the client said."""
+
 
 class Requests:
     """Answers clients: whoever can reach this peer may look, stop a run, or ask a peer to leave."""
@@ -32,7 +35,7 @@ class Requests:
         try:
             body = json.dumps(self._facts(request, local))
         except UserError as error:
-            reply(ClientReply(ok=False, body=str(error), more=False))
+            reply(ClientReply(ok=False, body=str(error)[:REASON_CHARACTERS], more=False))
             return
         pieces = [body[i : i + PIECE_CHARACTERS] for i in range(0, len(body), PIECE_CHARACTERS)]
         for piece in pieces[:-1]:

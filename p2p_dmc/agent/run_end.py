@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -58,7 +59,7 @@ class RunEnd:
 
     async def _close(self, held: Held, finished: bool) -> None:
         run = self._run
-        await run.checkpoint(held, closed=not finished)
+        written = await run.checkpoint(held, closed=not finished)
         path = ""
         if finished:
             try:
@@ -67,17 +68,24 @@ class RunEnd:
                 run.services.say(
                     f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters"
                 )
-            run.to_trainer(
-                local.RunFinished(slot_path=str(held.slot), digest=held.anchor_digest, final_path=path)
-            )
+            self.tell_trainer(held, path)
         else:
-            run.save_closed()
+            if (
+                written
+            ):  # without the state on disk this peer has no memory of it, and no vote, at the next start
+                run.save_closed()
             run.to_trainer(local.TrainerStop(reason="the run was stopped"))
         if run.view is not None:
             for member in run.view.members:
                 if member != run.me:
                     self.tell(member.peer_id, held, finished)
         self.over("finished" if finished else "stopped", path)
+
+    def tell_trainer(self, held: Held, final_path: str) -> None:
+        """The run is finished with this state. Said again to a trainer that was started anew meanwhile."""
+        self._run.to_trainer(
+            local.RunFinished(slot_path=str(held.slot), digest=held.anchor_digest, final_path=final_path)
+        )
 
     def tell(self, peer_id: str, held: Held | None = None, finished: bool | None = None) -> None:
         """Say to a member, or to somebody who asks to join, how the run ended."""
@@ -91,12 +99,15 @@ class RunEnd:
             self._run.to_member(peer_id, closed)
 
     def closed_elsewhere(self, sender: str, closed: messages.RunClosed) -> None:
-        """Another peer ended the run at this state."""
+        """Another peer ended the run at this state; RemoteProtocolError when it can be none."""
         run = self._run
-        if self.outcome or self._closing or run.keeper.slots is None or len(closed.digest) != 16:
+        if self.outcome or self._closing or run.keeper.slots is None:
             return
         held = run.keeper.current
-        ref = StateRef(lineage=closed.lineage, digest=closed.digest)
+        try:
+            ref = StateRef(lineage=closed.lineage, digest=closed.digest)
+        except ValueError as error:
+            raise RemoteProtocolError(f"a run closed at no state: {error}") from None
         if held is not None and held.ref.lineage > closed.lineage:
             return
         if not closed.finished and (held is None or held.ref != ref):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.entering import others
-from p2p_dmc.agent.work import Strike
+from p2p_dmc.agent.work import Strike, encode_strikes
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.ledger import Ledger
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
 MAX_STRIKES = 64
+MAX_BYTES = 1 << 17
+"""Of all strikes that others told of: they have to fit this peer's next proposal."""
 
 
 class TrainerDesk:
@@ -100,7 +102,10 @@ class TrainerDesk:
         self._ready_to_train()
 
     def _ready_to_train(self) -> None:
-        if self._run.keeper.current is not None and not self._run.end.outcome:
+        held, end = self._run.keeper.current, self._run.end
+        if held is not None and end.outcome == "finished":
+            end.tell_trainer(held, end.detail)
+        elif held is not None and not end.outcome:
             self.up = True
             self._run.trainer_ready()
 
@@ -135,8 +140,15 @@ class TrainerDesk:
     def learn_strikes(self, strikes: tuple[Strike, ...]) -> None:
         """What another peer's trainer had in hand when it died."""
         known = {s.key for s in self.strikes}.union(self.counted)
-        fresh = [s for s in strikes if s.key not in known]
-        self.strikes += fresh[: MAX_STRIKES - len(self.strikes)]
+        for strike in strikes:
+            told = [*self.strikes, strike]
+            if (
+                strike.key not in known
+                and len(told) <= MAX_STRIKES
+                and len(encode_strikes(told)) <= MAX_BYTES
+            ):
+                self.strikes = told
+                known.add(strike.key)
 
     def forget_strikes(self, counted: set[tuple[str, int, int]]) -> None:
         """The ledger has these now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.agreement_messages import NUMBER_MAX, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState
 from p2p_dmc.wire.messages import decode_meta
 
@@ -82,4 +82,4 @@ def boot_in(record: MemberRecord, run: str) -> int:
     """The boot under which a peer is a member of this run's views: an older one when it reopened a closed run."""
     meta = decode_meta(record.meta)
     boots = {one.name: one.boot for one in meta.runs} if meta else {}
-    return boots.get(run, record.boot)
+    return min(boots.get(run, record.boot), NUMBER_MAX)

@@ -103,7 +103,7 @@ class Rounds:
                 raise RunStopped()
             case tm.TrainerRefused():
                 raise UserError(message.reason)
-            case tm.RunFinished() if not self.finished:
+            case tm.RunFinished() if not self.finished and self.started:  # else RunReady is answered by it
                 self._finish(message)
             case tm.ViewStarted() if not self.finished:
                 self._enter_view(message)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from p2p_dmc.core import agreement_messages, membership
+from p2p_dmc.core.agreement_messages import NUMBER_MAX
+from p2p_dmc.core.placement import MAX_WEIGHT
+from p2p_dmc.core.quorum import Quorum
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.codec import message
@@ -33,6 +36,7 @@ MEMBERSHIP_MESSAGES = (
     membership.Gossip,
     membership.PushPull,
 )
+QUORUMS = ("", *(quorum.name.lower() for quorum in Quorum))  # "": not settled yet
 AGREEMENT_MESSAGES = (
     agreement_messages.Propose,
     agreement_messages.Cause,
@@ -60,6 +64,10 @@ class RunMeta:
     backend: str
     on_lost: str
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.boot <= NUMBER_MAX or self.quorum not in QUORUMS:
+            raise ValueError(f"boot {self.boot} or quorum {self.quorum[:20]!r} of a run")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMeta:
@@ -67,6 +75,10 @@ class PeerMeta:
 
     weight: int  # share of the placement, GiB of capacity; 0: it means to leave and is to hold nothing
     runs: tuple[RunMeta, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= MAX_WEIGHT:
+            raise ValueError(f"weight {self.weight} is not in 0..{MAX_WEIGHT}")
 
 
 def encode_meta(meta: PeerMeta) -> bytes:

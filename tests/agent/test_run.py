@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +12,26 @@ import pytest
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.run import Run
-from p2p_dmc.agent.run_files import RunOptions
-from p2p_dmc.agent.work import Strike
+from p2p_dmc.agent.run_files import RunOptions, load_record
+from p2p_dmc.agent.state import Held, SlotPool
+from p2p_dmc.agent.work import Strike, encode_strikes
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Stopped
-from p2p_dmc.errors import UserError
-from p2p_dmc.wire.messages import Withdrawn
-from p2p_dmc.wire.trainer_messages import RoundReady, RoundResult
-from tests.agent.helpers import Around, member, payload, peer, plain, surroundings, view_of
+from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Stopped
+from p2p_dmc.errors import RemoteProtocolError, UserError
+from p2p_dmc.wire.messages import PeerMeta, RunClosed, Withdrawn, decode_meta, encode_meta
+from p2p_dmc.wire.trainer_messages import RoundReady, RoundResult, RunFinished
+from tests.agent.helpers import (
+    NUMEL,
+    Around,
+    member,
+    payload,
+    peer,
+    plain,
+    run_meta,
+    state,
+    surroundings,
+    view_of,
+)
 
 
 def run_of(around: Around) -> Run:
@@ -88,3 +101,58 @@ def test_a_strike_that_the_ledger_has_is_known_by_its_key(tmp_path: Path) -> Non
     for death in range(200):
         desk.forget_strikes({("b:1", 1, death)})
     assert len(desk.counted) <= 64
+
+
+def test_strikes_that_others_tell_of_fit_a_proposal(tmp_path: Path) -> None:
+    desk = run_of(surroundings(tmp_path)).desk
+    for death in range(100):
+        stretches = tuple((shard, 0, 1 << 40) for shard in range(2000))
+        desk.learn_strikes((Strike(victim="a:1", view_epoch=1, death=death, epoch=0, stretches=stretches),))
+    assert 0 < len(encode_strikes(desk.strikes)) < PAYLOAD_MAX_BYTES // 2 + 1
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_only_a_peer_with_the_closing_state_on_disk_keeps_its_vote(tmp_path: Path, on_disk: bool) -> None:
+    run = run_of(surroundings(tmp_path))
+    run.agreement = cast(Agreement, SimpleNamespace(promises=Promises(n=3)))
+
+    async def checkpoint(*_: object, **__: object) -> bool:
+        return on_disk
+
+    run.checkpoint = checkpoint  # type: ignore[method-assign]
+    asyncio.run(run.end._close(cast(Held, None), finished=False))
+    record = load_record(run.folder)
+    assert run.end.outcome == "stopped" and (record is not None and record.closed) is on_disk
+
+
+def test_a_trainer_that_was_started_again_at_the_end_hears_that_the_run_is_finished(tmp_path: Path) -> None:
+    around = surroundings(tmp_path)
+    run = run_of(around)
+    told: list[object] = []
+    run.desk.connected(told.append)
+    run.keeper.slots = SlotPool(around.services.memory, NUMEL)
+    run.keeper.hold(state(run.keeper.slots, (1, 5)))
+    run.end.over("finished", "final/model.safetensors")
+    run.desk._ready_to_train()
+    assert [type(m) for m in told] == [RunFinished] and not run.desk.up
+    assert cast(RunFinished, told[0]).final_path == "final/model.safetensors"
+
+
+def test_what_a_peer_says_of_itself_is_bounded() -> None:
+    good = run_meta()
+    assert decode_meta(encode_meta(PeerMeta(weight=1, runs=(good,)))) is not None
+    for facts in ({"boot": -1}, {"boot": 1 << 63}, {"quorum": "most"}):
+        with pytest.raises(ValueError):
+            replace(good, **facts)
+    for weight in (-1, 1 << 40):
+        with pytest.raises(ValueError):
+            PeerMeta(weight=weight, runs=())
+
+
+def test_a_run_that_was_closed_at_no_state_is_the_senders_fault(tmp_path: Path) -> None:
+    around = surroundings(tmp_path)
+    run = run_of(around)
+    run.keeper.slots = SlotPool(around.services.memory, NUMEL)
+    for lineage, digest in (((-1, 0), b"d" * 16), ((1, 1 << 63), b"d" * 16), ((1, 2), b"d")):
+        with pytest.raises(RemoteProtocolError):
+            run.end.closed_elsewhere(peer(2), RunClosed(lineage=lineage, digest=digest, finished=True))
