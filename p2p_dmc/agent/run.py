@@ -51,7 +51,6 @@ from p2p_dmc.wire import trainer_messages as local
 
 log = logging.getLogger("p2p_dmc.run")
 
-NO_PROMISES = Promises()
 STUCK_S = 1.0
 """An attempt that has not led to a view for so long may need peers that have come since."""
 
@@ -63,26 +62,21 @@ class Run:
         self.name, self.options, self.services = name, options, services
         self.folder = services.home.run_folder(name)
         record = run_files.load_record(self.folder)
-        kept_vote = record is not None and record.closed
-        self.me = MemberId(
-            peer_id=services.peer_id, boot=record.boot if record and kept_vote else services.boot
-        )
-        self._kept_vote = kept_vote
-        self._promises = record.promises if record else NO_PROMISES
+        boot = run_files.boot_for(record, services.boot, lambda: services.home.start_identity().boot)
+        self.me = MemberId(peer_id=services.peer_id, boot=boot)
+        self._promises = record.promises if record else Promises()
         self.keeper = StateKeeper(name, self.folder, services)
         self.values = GroupValues(name, services)
         self.end = RunEnd(self)
-        self.entrance = Entrance(
-            options.min_peers, services.settings.found_still_ms, services.settings.join_retry_ms
-        )
+        settings = services.settings
+        self.entrance = Entrance(options.min_peers, settings.found_still_ms, settings.join_retry_ms)
         self.rivals = Rivals(self)
         self.agreement: Agreement | None = None
         self.desk = TrainerDesk(self)
         self.members = MemberDesk(self)
         self.training: Training | None = None
         self.view: View | None = None
-        self.measured = Measured()
-        self.waiting = ""
+        self.measured, self.waiting = Measured(), ""
         self.stood_in = 0
         """Epoch of the last view that honoured this peer's claims; 0 when they are dead."""
         self._trainer_base: tuple[int, int] | None = None
@@ -310,8 +304,7 @@ class Run:
         self._start_view(view, held, old_work, old_view)
 
     def _bulk_addresses(self, peer_ids: list[str]) -> list[str]:
-        records = [self.services.record(p) for p in peer_ids]
-        return [r.bulk_address for r in records if r is not None]
+        return [r.bulk_address for r in map(self.services.record, peer_ids) if r is not None]
 
     def _start_view(self, view: View, held: Held, old_work: Work | None, old_view: View | None) -> None:
         assert self.desk.ready is not None and self.desk.policy is not None, "a view without a ready trainer"
@@ -355,9 +348,7 @@ class Run:
         self.services.send(peer_id, message, self.name)
 
     def complete(self, ref: StateRef) -> bool:
-        if self.agreement is None:
-            return False
-        return self.act(self.agreement.complete(ref, now_ms())).accepted
+        return self.agreement is not None and self.act(self.agreement.complete(ref, now_ms())).accepted
 
     def hold(self, held: Held) -> None:
         self.keeper.hold(held)
@@ -459,19 +450,23 @@ class Run:
             self.event("left_out", view_epoch=self.training.view.view_epoch)
             self._end_training()
             self.stood_in = 0  # whoever was left out sets local := anchor
-        if self.training is not None and not self.training.frozen:
-            self._look_for_lost(self.training)
+        training = self.training
+        if training is not None and not training.frozen:
+            self._look_for_lost(training)
+            training.serve_lease()
+            training.repeat()
             self.rivals.look()
-            self.training.serve_lease()
-            self.training.repeat()
         elif self.desk.up:
             self._enter()
 
     def _look_for_lost(self, training: Training) -> None:
-        """Shards that nobody had when the view opened are assigned once somebody has them."""
-        lost = training.work.lost
-        if lost and lost & self.services.data.reachable(training.ledger.dataset_digest):
+        """Shards that nobody had when the view opened are assigned once somebody has them, and the other way round."""
+        reachable = self.services.data.reachable(training.ledger.dataset_digest)
+        gone = training.work.reachable - reachable
+        if training.work.lost & reachable:
             self.wants_change("lost shards are back")
+        elif gone and any(s.shard in gone for s in training.ledger.remaining()):
+            self.wants_change("nobody has some shards any more")
 
     def _enter(self) -> None:
         if self.agreement is None or not (self.agreement.frozen or self.agreement.left_out):

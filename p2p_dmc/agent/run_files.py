@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,17 @@ def load_record(folder: Path) -> RunRecord | None:
         ) from None
 
 
+def boot_for(record: RunRecord | None, boot: int, another: Callable[[], int]) -> int:
+    """Of the member that takes part now: the one that closed the run, or one that has said nothing in it yet.
+
+    A script may be run again by an agent (of this ``boot``) that goes on, from a checkpoint: what the first one held
+    in memory is gone, and what votes it gave up are given up, so this is somebody else.
+    """
+    if record is not None and record.closed:
+        return record.boot
+    return boot if record is None or record.boot < boot else another()
+
+
 def save_run(folder: Path, **facts: Any) -> None:
     """run.json: the fingerprint that the first view fixed, and the end when it has come."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +130,7 @@ def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str, o
     tau = (
         f"{policy.tau0}"
         if policy.kind == "fixed"
-        else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s)"
+        else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s, tau_max={policy.tau_max})"
     )
     pairs = [
         ("data set", f"{dataset_name} {ready.dataset.hex()[:12]}"),

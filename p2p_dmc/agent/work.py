@@ -116,8 +116,12 @@ def unreachable(payloads: Sequence[ProposalPayload], ledger: Ledger) -> frozense
     """Shards that no member knows anybody to hold."""
     known: set[int] = set()
     for payload in payloads:
-        known |= from_bitmap(payload.reachable, len(ledger.counts))
+        known |= _reachable(payload, ledger)
     return frozenset(range(len(ledger.counts))) - known
+
+
+def _reachable(payload: ProposalPayload, ledger: Ledger) -> frozenset[int]:
+    return from_bitmap(payload.reachable, len(ledger.counts))
 
 
 def to_stretches(plain: Sequence[tuple[int, int, int]], ledger: Ledger) -> tuple[Stretch, ...]:
@@ -150,11 +154,18 @@ class Work:
     """One assignment, how far each member's counted cursor is, and how far this member's lease."""
 
     def __init__(
-        self, assignment: Assignment, me: int, leased: int, lost: frozenset[int] = frozenset()
+        self,
+        assignment: Assignment,
+        me: int,
+        leased: int,
+        lost: frozenset[int] = frozenset(),
+        reachable: frozenset[int] = frozenset(),
     ) -> None:
         self.assignment = assignment
         self.lost = lost
         """Shards that no member can reach: left out."""
+        self.reachable = reachable
+        """Those that this member knew somebody to hold, as it said for this view."""
         self.me = me
         self.cursors = [0] * len(assignment.stretches)
         self.leased = leased
@@ -167,14 +178,14 @@ class Work:
         claims = valid_claims(payloads, ledger)
         assignment = _assign(payloads, ledger, [p.speed for p in payloads], claims)
         kept = sum(map(len, granted(ledger, claims)[0][me])) if keep_leases else 0
-        return cls(assignment, me, kept, unreachable(payloads, ledger))
+        return cls(assignment, me, kept, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
     @classmethod
     def for_epoch(cls, view: View, me: int, ledger: Ledger, speeds: Sequence[int]) -> Work:
         """An epoch's end is no view change: the next assignment comes from the same view, nothing is claimed."""
         payloads = [decode_payload(p) for p in view.payloads]
         assignment = _assign(payloads, ledger, speeds, [()] * len(payloads))
-        return cls(assignment, me, 0, unreachable(payloads, ledger))
+        return cls(assignment, me, 0, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
     @property
     def left(self) -> bool:

@@ -14,9 +14,11 @@ from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import Held, SlotPool
-from p2p_dmc.agent.work import Strike, encode_strikes
+from p2p_dmc.agent.training import Training
+from p2p_dmc.agent.work import Strike, Work, encode_strikes
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Stopped
+from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire.messages import PeerMeta, RunClosed, Withdrawn, decode_meta, encode_meta
 from p2p_dmc.wire.trainer_messages import RoundReady, RoundResult, RunFinished
@@ -156,3 +158,48 @@ def test_a_run_that_was_closed_at_no_state_is_the_senders_fault(tmp_path: Path) 
     for lineage, digest in (((-1, 0), b"d" * 16), ((1, 1 << 63), b"d" * 16), ((1, 2), b"d")):
         with pytest.raises(RemoteProtocolError):
             run.end.closed_elsewhere(peer(2), RunClosed(lineage=lineage, digest=digest, finished=True))
+
+
+def test_a_script_that_is_run_again_is_another_member(tmp_path: Path) -> None:
+    around = surroundings(tmp_path)
+    around.services.home.start_identity()  # this agent's: boot 1
+    first = run_of(around)
+    assert first.me.boot == 1 and run_of(around).me.boot == 1  # nothing was said yet
+    first._save(Promises(n=3), closed=False)
+    second = run_of(around)
+    assert second.me.boot == 2 and around.services.home.start_identity().boot == 3
+    second._save(Promises(n=4), closed=True)
+    assert run_of(around).me.boot == 2  # it keeps its vote
+
+
+def test_shards_that_are_lost_or_back_ask_for_another_view(tmp_path: Path) -> None:
+    has = {0, 1}
+    data = SimpleNamespace(reachable=lambda dataset: frozenset(has))
+    run = run_of(surroundings(tmp_path, data=cast(Any, data)))
+    asked: list[str] = []
+    run.wants_change = asked.append  # type: ignore[method-assign]
+    ledger = Ledger.start(b"d" * 16, [4, 4, 4], 1, 1).advance([Stretch(shard=1, lo=0, hi=4)])
+    work = Work.for_view(view_of([payload((), 3, reachable=(0, 1))]), 0, ledger, keep_leases=False)
+    training = cast(Training, SimpleNamespace(work=work, ledger=ledger))
+    run._look_for_lost(training)
+    has.remove(1)  # all of it is counted
+    run._look_for_lost(training)
+    assert asked == []
+    has.remove(0)
+    run._look_for_lost(training)
+    has.add(2)
+    run._look_for_lost(training)
+    assert len(asked) == 2 and "any more" in asked[0] and "back" in asked[1]
+
+
+def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path) -> None:
+    run = in_a_view_of_two(surroundings(tmp_path))
+    nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
+    run.agreement = cast(Agreement, SimpleNamespace(left_out=False, tick=lambda now: nothing))
+    run._look_for_lost = lambda training: None  # type: ignore[method-assign]
+    calls: list[str] = []
+    steps = {name: lambda name=name: calls.append(name) for name in ("serve_lease", "repeat")}
+    run.training = cast(Training, SimpleNamespace(frozen=False, **steps))
+    run.rivals.look = lambda: setattr(run, "training", None)  # type: ignore[method-assign]
+    run.tick()
+    assert run.training is None and calls == ["serve_lease", "repeat"]
