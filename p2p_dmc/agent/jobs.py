@@ -270,6 +270,8 @@ class Jobs:
         data, loop = self._agent.data, asyncio.get_running_loop()
         started_s = loop.time()
         while True:
+            if routing_id not in self._run_of_trainer:
+                return  # the trainer that asked has ended
             manifest = data.by_name(name)
             if manifest is not None:
                 placed = data.placed(manifest.digest)
