@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from p2p_dmc.wire.messages import LocalLine, SubmitEnded, SubmitScript
 
 if TYPE_CHECKING:
     from p2p_dmc.agent.agent import Agent
+
+SHARD_AGAIN_S = 5.0
+"""A shard that a trainer waits for is looked for again after so long."""
 
 
 class RunFinishedError(Exception):
@@ -295,16 +299,21 @@ class Jobs:
         manifest = data.manifest(wanted.dataset)
         if manifest is None or not 0 <= wanted.shard < len(manifest.shards):
             raise RemoteProtocolError("a shard of no data set")
+        self._agent.spawn(self._get_shard(routing_id, wanted))
 
-        def answer() -> None:
-            path = str(data.store.path(wanted.dataset, wanted.shard))
-            ready = local.ShardReady(dataset=wanted.dataset, shard=wanted.shard, path=path)
-            self._agent.local.send(routing_id, ready)
-
-        if data.usable(wanted.dataset, wanted.shard):
-            answer()
-        else:
-            data.want(wanted.dataset, wanted.shard, answer)
+    async def _get_shard(self, routing_id: bytes, wanted: local.ShardRequest) -> None:
+        """Wanted until it is here: whoever had it may fail, and somebody else have it later."""
+        data, came = self._agent.data, asyncio.Event()
+        while not data.usable(wanted.dataset, wanted.shard):
+            if routing_id not in self._run_of_trainer:
+                return  # the trainer that asked has ended
+            came.clear()
+            data.want(wanted.dataset, wanted.shard, came.set)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(came.wait(), SHARD_AGAIN_S)
+        path = str(data.store.path(wanted.dataset, wanted.shard))
+        ready = local.ShardReady(dataset=wanted.dataset, shard=wanted.shard, path=path)
+        self._agent.local.send(routing_id, ready)
 
     def _journal_line(self, kind: str, line: dict[str, Any]) -> None:
         if kind == "round":

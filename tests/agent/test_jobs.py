@@ -6,7 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from p2p_dmc.agent import jobs as jobs_module
 from p2p_dmc.agent.jobs import Jobs
+from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
 
 def test_nobody_looks_for_the_data_set_of_a_trainer_that_has_ended() -> None:
@@ -23,3 +27,34 @@ def test_nobody_looks_for_the_data_set_of_a_trainer_that_has_ended() -> None:
         await asyncio.wait_for(looking, 5)
 
     asyncio.run(life())
+
+
+def test_a_shard_is_wanted_again_until_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "SHARD_AGAIN_S", 0.01)
+    wanted: list[Any] = []
+    sent: list[Any] = []
+    here = [False]
+    data = SimpleNamespace(
+        usable=lambda dataset, shard: here[0],
+        want=lambda dataset, shard, then: wanted.append(then),  # its source fails: nobody calls back
+        store=SimpleNamespace(path=lambda dataset, shard: "a.tar"),
+    )
+    send = SimpleNamespace(send=lambda to, message: sent.append((to, message)))
+    agent = SimpleNamespace(journal=SimpleNamespace(listeners=[]), data=data, local=send)
+    request = ShardRequest(dataset=b"d" * 16, shard=3)
+
+    async def life() -> None:
+        jobs = Jobs(cast(Any, agent))
+        jobs._run_of_trainer[b"t"] = "r"
+        getting = asyncio.ensure_future(jobs._get_shard(b"t", request))
+        while len(wanted) < 3:
+            await asyncio.sleep(0.001)
+        assert all(then == wanted[0] for then in wanted) and not sent  # one and the same, kept once
+        here[0] = True
+        wanted[0]()
+        await asyncio.wait_for(getting, 5)
+        here[0] = False
+        await asyncio.wait_for(jobs._get_shard(b"gone", request), 5)
+
+    asyncio.run(life())
+    assert sent == [(b"t", ShardReady(dataset=b"d" * 16, shard=3, path="a.tar"))]
