@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -256,7 +257,8 @@ class Agent:
             self._peers_dirty_s = 0.0
             known = {r.address: r.peer_id for r in self.members() if r.peer_id != self.peer_id}
             if known:
-                self.home.remember_peers(dict(list(known.items())[:64]))
+                with contextlib.suppress(OSError):  # a full disk: the next start has its seeds
+                    self.home.remember_peers(dict(list(known.items())[:64]))
 
     # -- membership ---------------------------------------------------------------------------------------------------
 

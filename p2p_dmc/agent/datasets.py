@@ -6,11 +6,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from p2p_dmc.agent.bulk import BulkClient, SourceLostError
+from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord, MemberState
@@ -91,7 +91,7 @@ class DataService:
         self._fetching: dict[Key, asyncio.Task[None]] = {}
         self._callbacks: dict[Key, list[Callable[[], None]]] = {}
         self._in_use: set[Key] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
         self._slots = asyncio.Semaphore(settings.fetch_parallel)
         self._changed_s = time.monotonic()
         self._announce_wanted = True
@@ -238,9 +238,11 @@ class DataService:
                 self._name_clash(clash, said)
             elif said.dataset not in self._manifest_fetches:
                 self._manifest_fetches.add(said.dataset)
-                self._spawn(self._fetch_manifest(sender, said))
+                self._tasks.spawn(self._fetch_manifest(sender, said))
             return
         shards = from_bitmap(said.bitmap, len(known.manifest.shards))
+        if all(peer_id != sender for peer_id, _ in present(self._members())):
+            return  # the last words of one that is gone
         before = known.others.get(sender)
         known.others[sender] = OthersHoldings(version=said.version, shards=shards, placement=said.placement)
         if before is None:
@@ -405,13 +407,7 @@ class DataService:
 
     def _start_fetch(self, key: Key, *, urgent: bool) -> None:
         if key not in self._fetching and key[0] in self._known:
-            self._fetching[key] = self._spawn(self._obtain(key, urgent))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            self._fetching[key] = self._tasks.spawn(self._obtain(key, urgent))
 
     async def _obtain(self, key: Key, urgent: bool) -> None:
         """Verify what is on disk, or fetch it; then tell whoever waits."""
@@ -495,6 +491,4 @@ class DataService:
         return False
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()

@@ -79,6 +79,9 @@ class Jobs:
             checkpoint_every_s=submit.checkpoint_every_s,
             on_lost=submit.on_lost,
         )
+        previous = agent.runs.get(submit.run)
+        if previous is not None:
+            agent.spawn(previous.shut_down())
         run = Run(submit.run, options, agent.services())
         agent.runs[submit.run] = run
         job = Job(submit=submit, run=run, tell=tell, elsewhere=elsewhere)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from p2p_dmc.agent import run_files
@@ -20,6 +20,7 @@ from p2p_dmc.agent.run_end import RunEnd
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
+from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
 from p2p_dmc.agent.view_opening import local_mode, report_given_up, report_opening, report_view, view_started
@@ -85,21 +86,14 @@ class Run:
         self._in_ledger: set[tuple[str, int, int]] = set()
         """Strikes that this view's members brought: the ledger of its first complete round has them."""
         self._early_lease: int | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(self._failed)
+        self.spawn = self._tasks.spawn
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """A task that ends with the run; what it raises is logged by its own code, not lost."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("run %s: a background task failed", self.name, exc_info=task.exception())
-            self.services.journal.event("fault", run=self.name, reason=repr(task.exception()))
+    def _failed(self, error: BaseException) -> None:
+        log.error("run %s: a background task failed", self.name, exc_info=error)
+        self.event("fault", reason=repr(error))
 
     def event(self, event: str, **facts: Any) -> None:
         self.services.journal.event(event, run=self.name, **facts)
@@ -108,8 +102,8 @@ class Run:
         """Do what the core says, in its order: to disk, then said, then acted on."""
         for line in ready.trace:
             log.info("run %s: %s", self.name, line)
-        if ready.persist is not None:
-            self._save(ready.persist, closed=False)
+        if ready.persist is not None and not self._save(ready.persist, closed=False):
+            return ready  # what is not on disk is not said
         for peer_id, message in ready.sends:
             self.services.send(peer_id, message, self.name)
         if ready.froze:
@@ -118,11 +112,18 @@ class Run:
             self._installed(ready.installed)
         return ready
 
-    def _save(self, promises: Promises, *, closed: bool) -> None:
+    def _save(self, promises: Promises, *, closed: bool) -> bool:
+        """Put promises on disk; when it takes none, this peer leaves the run with a word, and the others go on."""
         self._promises = promises
-        run_files.save_record(
-            self.folder, run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
-        )
+        record = run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
+        try:
+            run_files.save_record(self.folder, record)
+        except OSError as error:
+            self.desk.refuse(
+                f"{self.folder}: {error.strerror}; free some disk space and run the command again"
+            )
+            return False
+        return True
 
     def save_closed(self) -> None:
         """A peer whose newest record is closed keeps its vote at the next start."""
@@ -277,7 +278,8 @@ class Run:
         self.view = view
         self.values.view_changed(view)
         report_view(self, view)
-        run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.desk.fingerprint])
+        with contextlib.suppress(OSError):  # a full disk: others know the settings, too
+            run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.desk.fingerprint])
         self.services.meta_changed()
         self.spawn(self._open_view(view, old_work, old_view))
 
@@ -294,9 +296,8 @@ class Run:
                     # the others stand at the barrier, and in the next view this peer would fail likewise
                     self.desk.refuse(f"{error}; see that the other peers' ports can be reached from here")
                 return
-            self.event(
-                "adopted", lineage=list(view.start.lineage), seconds=round(time.monotonic() - started_s, 3)
-            )
+            seconds = round(time.monotonic() - started_s, 3)
+            self.event("adopted", lineage=list(view.start.lineage), seconds=seconds)
         if self.view is not view or self.agreement is None or self.agreement.frozen or not self.desk.up:
             return
         held = self.keeper.make_current(view.start)
@@ -432,8 +433,6 @@ class Run:
         if self.agreement is not None and peer_id != self.me.peer_id and not self.end.agreed:
             self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
     @property
     def history(self) -> bytes:
         """The run's founding, as far as this peer knows it."""
@@ -496,5 +495,6 @@ class Run:
         self.services.meta_changed()
 
     async def shut_down(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        """The agent ends, or another script is to run under this name: nothing of this one is left in memory."""
+        await self._tasks.close()
+        self.keeper.discard()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
-from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -121,7 +121,7 @@ class RunEnd:
         addresses = [record.bulk_address] if record else []
         try:
             await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
-        except AdoptionFailedError as error:
+        except (AdoptionFailedError, UserError, OSError) as error:
             run.event("adoption_failed", reason=str(error))
             self._closing = False
             return

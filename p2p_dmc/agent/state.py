@@ -113,6 +113,12 @@ class SlotPool:
     def pin(self, slot: Path) -> None:
         self._pins[slot] += 1
 
+    def discard(self) -> None:
+        """Give the memory back; nobody may use a slot any more."""
+        for slot in self._slots:
+            slot.unlink(missing_ok=True)
+        self._slots.clear()
+
     def unpin(self, slot: Path) -> None:
         if self._pins[slot] <= 0:
             raise AssertionError(f"{slot.name} is unpinned more often than pinned")

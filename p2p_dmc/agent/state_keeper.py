@@ -90,6 +90,12 @@ class StateKeeper:
         ]:
             slots.unpin(self._recent.pop(digest).slot)
 
+    def discard(self) -> None:
+        """The run is over in this agent's memory; what is on disk stays."""
+        if self.slots is not None:
+            self.slots.discard()
+        self._recent.clear()
+
     def pool(self) -> SlotPool:
         if self.slots is None:
             raise AssertionError("the run's parameters are not known yet")
