@@ -65,6 +65,10 @@ class AgentSettings:
 
     trainer_restart_window_s: float = 600.0
 
+    trainer_silence_s: float = 15.0
+    """A trainer that says nothing for so long is stopped or stuck in foreign code: it is killed and started again, for
+    everybody waits for it at the barrier. It says something every second, from a thread of its own."""
+
     leave_grace_s: float = 10.0
     """A graceful leave waits at most this long for the others to take over."""
 

@@ -245,6 +245,7 @@ class Agent:
         if self.membership.next_deadline_ms(now) <= now:
             self._act(self.membership.tick(now))
         self.verdicts.tick(now)
+        self.jobs.tick()
         for run in list(self.runs.values()):
             run.tick()
         self.data.tick()

@@ -41,6 +41,8 @@ class Job:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     result: SubmitEnded | None = None
     stopping: bool = False
+    silent_ticks: int = 0
+    """Of this agent's clock, since the trainer last said something: an agent that was stopped itself counts none."""
 
     def closed(self) -> None:
         """The trainer has closed its session; a process that goes on has no more to do with this job."""
@@ -217,8 +219,27 @@ class Jobs:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    def tick(self) -> None:
+        """A trainer that says nothing any more is ended; the rest follows from its end."""
+        limit = self._agent.settings.trainer_silence_s * 1000 / self._agent.settings.tick_ms
+        for job in self._jobs.values():
+            if job.trainer_id is None or job.submit.attach or job.process is None:
+                continue
+            job.silent_ticks += 1
+            if job.silent_ticks > limit:
+                job.silent_ticks = 0
+                self._agent.say(
+                    f"trainer of run {job.run.name!r} has said nothing for "
+                    f"{self._agent.settings.trainer_silence_s:g} s; it is killed"
+                )
+                self._agent.journal.event("trainer_silent", run=job.run.name)
+                job.process.kill()
+
     def message(self, routing_id: bytes, message: object) -> None:
         """From a trainer, or from a command that hands over a script."""
+        trained = self._jobs.get(self._run_of_trainer.get(routing_id, ""))
+        if trained is not None:
+            trained.silent_ticks = 0
         if isinstance(message, SubmitScript):
             self._submitted(routing_id, message)
         elif isinstance(message, local.TrainerHello):
@@ -233,6 +254,8 @@ class Jobs:
                 raise RemoteProtocolError("a message of no trainer of this agent")
             if isinstance(message, local.TrainerBye):
                 job.closed()
+            elif isinstance(message, local.TrainerAlive):
+                pass  # that was all
             else:
                 job.run.trainer_message(message)
 
@@ -257,7 +280,7 @@ class Jobs:
         job = self._jobs.get(hello.run)
         if job is None or job.process is None or job.process.pid != hello.pid:
             raise RemoteProtocolError(f"process {hello.pid} is no trainer of this agent")
-        job.trainer_id = routing_id
+        job.trainer_id, job.silent_ticks = routing_id, 0
         self._run_of_trainer[routing_id] = hello.run
         job.run.desk.connected(lambda message: self._agent.local.send(routing_id, message))
         agent = self._agent

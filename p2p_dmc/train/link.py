@@ -16,7 +16,9 @@ import zmq
 
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
+from p2p_dmc.wire.trainer_messages import TrainerAlive
 
+ALIVE_EVERY_MS = 1000  # an agent may take a trainer that says nothing for much longer for a stopped one
 LINGER_MS = 1000  # what was said last still reaches the agent when the script ends
 
 
@@ -109,11 +111,13 @@ class AgentLink:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
             poller.register(self._wake_read, zmq.POLLIN)
-            lifeline = self._lifeline
+            lifeline, alive = self._lifeline, codec.encode(TrainerAlive())
             if lifeline is not None:
                 poller.register(lifeline, zmq.POLLIN | zmq.POLLERR)
             while not (self._closing and not self._outbox):
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(ALIVE_EVERY_MS if lifeline is not None else None))
+                if not ready:
+                    socket.send(alive)
                 if lifeline is not None and lifeline in ready:
                     _check_lifeline(lifeline)
                 if self._wake_read in ready:

@@ -47,6 +47,12 @@ class TrainerHello:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerAlive:
+    """Said by the input/output thread of a trainer that has said nothing else for a second."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBye:
     """The script closes its session; its process may go on (a notebook)."""
 
