@@ -6,20 +6,21 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_dmc.agent.bulk import BulkClient, SourceLostError
+from p2p_dmc.agent.presence import present, storing
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
-from p2p_dmc.core.membership import MemberRecord, MemberState
-from p2p_dmc.core.placement import Placement, StoringPeer, placement
+from p2p_dmc.core.membership import MemberRecord
+from p2p_dmc.core.placement import Placement, placement
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import ShardMissing, Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.journal import Journal
-from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings, decode_meta
+from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
 
 log = logging.getLogger("p2p_dmc.data")
 Key = tuple[bytes, int]  # data set digest, shard index
@@ -46,21 +47,6 @@ class Known:
     version: int = 1
     drop_agreed_since_s: float | None = None
     lost_said_s: float = 0.0
-
-
-def present(records: Iterable[MemberRecord]) -> tuple[tuple[str, int], ...]:
-    """The live peers that say what they hold: (peer_id, weight), weight 0 for one that means to leave soon."""
-    peers = []
-    for record in records:
-        meta = decode_meta(record.meta)
-        if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and meta is not None:
-            peers.append((record.peer_id, max(0, meta.weight)))
-    return tuple(peers)
-
-
-def storing(records: Iterable[MemberRecord]) -> tuple[StoringPeer, ...]:
-    """The peers that placement counts, with their weights."""
-    return tuple(StoringPeer(peer_id=p, weight=weight) for p, weight in present(records) if weight)
 
 
 class DataService:
@@ -96,7 +82,7 @@ class DataService:
         self._changed_s = time.monotonic()
         self._announce_wanted = True
         self._announced_s = 0.0
-        self._full_until_s = 0.0
+        self._full = False
         self._rng = random.Random(peer_id)
         self.conflict: str | None = None
         """Two different data sets under one name, in words; the seeding command ends with it."""
@@ -171,6 +157,14 @@ class DataService:
         known = self._known[dataset]
         wanted = min(known.manifest.replicas, len(storing(self._members())))
         return sum(len(h) < wanted for h in self.holders(dataset).values())
+
+    @property
+    def full(self) -> bool:
+        """There was no room for a shard, and there is none for a few yet: this peer trains on what it holds."""
+        if self._full:
+            largest = max((max(k.manifest.shard_sizes) for k in self._known.values()), default=0)
+            self._full = self.store.free_bytes() < 4 * largest
+        return self._full
 
     def fetching(self) -> int:
         return len(self._fetching)
@@ -341,7 +335,7 @@ class DataService:
         if now_s - self._changed_s < self._settings.reconcile_still_ms / 1000:
             return
         for dataset, known in self._known.items():
-            if known.placed is not None and now_s >= self._full_until_s:
+            if known.placed is not None and not self.full:
                 for shard in known.placed.shards_of(self._me):
                     if not self.store.has(dataset, shard) and self._sources((dataset, shard)):
                         self._start_fetch((dataset, shard), urgent=False)
@@ -406,7 +400,7 @@ class DataService:
         return ranked[start:] + ranked[:start]
 
     def _start_fetch(self, key: Key, *, urgent: bool) -> None:
-        if key not in self._fetching and key[0] in self._known:
+        if key not in self._fetching and key[0] in self._known and (self.store.has(*key) or not self.full):
             self._fetching[key] = self._tasks.spawn(self._obtain(key, urgent))
 
     async def _obtain(self, key: Key, urgent: bool) -> None:
@@ -427,7 +421,7 @@ class DataService:
                         await self._fetch(key, known)
                     await asyncio.sleep(0.0 if self.store.has(*key) else AGAIN_S)  # no source was any good
         except StoreFull as error:
-            self._full_until_s = time.monotonic() + 30.0
+            self._full = True
             self._say(str(error))
             self._journal.event("store_full", reason=str(error))
         except UserError as error:

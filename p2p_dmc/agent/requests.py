@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from p2p_dmc.agent.datasets import storing
+from p2p_dmc.agent.presence import storing
 from p2p_dmc.agent.waiting import waiting
 from p2p_dmc.core.membership import MemberState, Role
 from p2p_dmc.core.placement import moves, placement

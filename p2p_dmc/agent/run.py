@@ -23,7 +23,14 @@ from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
-from p2p_dmc.agent.view_opening import local_mode, report_given_up, report_opening, report_view, view_started
+from p2p_dmc.agent.view_opening import (
+    local_mode,
+    out_of_date,
+    report_given_up,
+    report_opening,
+    report_view,
+    view_started,
+)
 from p2p_dmc.agent.work import (
     ProposalPayload,
     Work,
@@ -248,6 +255,7 @@ class Run:
                 holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,
+                full=self.services.data.full,
                 strikes=tuple(self.desk.strikes),
                 counted=self.desk.counted,
             )
@@ -451,21 +459,13 @@ class Run:
             self.stood_in = 0  # whoever was left out sets local := anchor
         training = self.training
         if training is not None and not training.frozen:
-            self._look_for_lost(training)
+            if reason := out_of_date(training, self.services.data):
+                self.wants_change(reason)
             training.serve_lease()
             training.repeat()
             self.rivals.look()
         elif self.desk.up:
             self._enter()
-
-    def _look_for_lost(self, training: Training) -> None:
-        """Shards that nobody had when the view opened are assigned once somebody has them, and the other way round."""
-        reachable = self.services.data.reachable(training.ledger.dataset_digest)
-        gone = training.work.reachable - reachable
-        if training.work.lost & reachable:
-            self.wants_change("lost shards are back")
-        elif gone and any(s.shard in gone for s in training.ledger.remaining()):
-            self.wants_change("nobody has some shards any more")
 
     def _enter(self) -> None:
         if self.agreement is None or not (self.agreement.frozen or self.agreement.left_out):

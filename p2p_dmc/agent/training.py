@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from p2p_dmc.agent.barrier import Barrier, BarrierResult
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.work import Work
+from p2p_dmc.agent.work import Work, decode_payload
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import RoundFacts, TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
@@ -95,6 +95,7 @@ class Training:
         self.measured = measured
         self.keeper = keeper
         self.barrier = Barrier(view, me)
+        self.full = decode_payload(view.payloads[work.me]).full
         self.me = work.me
         self.frozen = False
         self.frozen_s = 0.0

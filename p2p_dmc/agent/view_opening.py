@@ -13,7 +13,9 @@ from p2p_dmc.core.ledger import Ledger, sample_permutation
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
 
 if TYPE_CHECKING:
+    from p2p_dmc.agent.datasets import DataService
     from p2p_dmc.agent.run import Run
+    from p2p_dmc.agent.training import Training
 
 MOST_KEYS = 16
 """Keys of skipped samples that an event names; a lost shard has many more."""
@@ -49,6 +51,19 @@ def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) 
         backend="gloo" if run.desk.backend == "auto" else run.desk.backend,
         group_timeout_ms=run.services.settings.group_timeout_ms,
     )
+
+
+def out_of_date(training: Training, data: DataService) -> str:
+    """Why the view's assignment no longer fits what can be had of the data; "" while it does."""
+    reachable = data.reachable(training.ledger.dataset_digest)
+    gone = training.work.reachable - reachable
+    if training.work.lost & reachable:
+        return "lost shards are back"
+    if gone and any(s.shard in gone for s in training.ledger.remaining()):
+        return "nobody has some shards any more"
+    if data.full != training.full:
+        return "no room for shards here" if data.full else "room for shards again"
+    return ""
 
 
 def report_view(run: Run, view: View) -> None:

@@ -50,6 +50,7 @@ class ProposalPayload:
     holdings: bytes  # bitmap of the shards it holds, verified
     reachable: bytes  # bitmap of the shards that it knows somebody to hold, members or not
     speed: int  # samples a second, 0 when unknown
+    full: bool  # no room for more shards: it trains on what it holds
     strikes: tuple[Strike, ...]
     counted: tuple[tuple[str, int, int], ...] = ()  # keys of strikes that its ledger has already
 
@@ -235,4 +236,5 @@ def _assign(
     claims: Sequence[tuple[Stretch, ...]],
 ) -> Assignment:
     holdings = [from_bitmap(p.holdings, len(ledger.counts)) for p in payloads]
-    return assign(ledger, len(payloads), holdings, speeds, claims, unreachable(payloads, ledger))
+    full = {i for i, p in enumerate(payloads) if p.full}
+    return assign(ledger, len(payloads), holdings, speeds, claims, unreachable(payloads, ledger), full)

@@ -65,6 +65,7 @@ def assign(
     speeds: Sequence[int],
     claims: Sequence[Sequence[Stretch]],
     unavailable: Container[int] = (),
+    full: Container[int] = (),
 ) -> Assignment:
     """Hand out what the current epoch still needs: each available sample to exactly one member.
 
@@ -72,7 +73,8 @@ def assign(
     unknown, taken as the others' median); `claims`, what it has consumed in this epoch and no round has
     counted yet. Claims come first in its list, in the given order, and are no work, so the balance is over
     the rest. Of a claim, samples that the ledger has settled or a lower member has claimed are cut out.
-    `unavailable`: shards that nobody has.
+    `unavailable`: shards that nobody has. `full`: members that can fetch nothing; they get what they hold
+    only, as long as anybody else can fetch.
     """
     if not members == len(holdings) == len(speeds) == len(claims):
         raise ValueError(f"{members} members, but {len(holdings)}, {len(speeds)} and {len(claims)} entries")
@@ -82,7 +84,7 @@ def assign(
     work = _work(ledger, claimed, unavailable)
     free = shares(sum(map(len, work)), speeds)
     own, homeless = _to_holders(work, holdings, free)
-    fetched = _to_idle(homeless, free)
+    fetched = _to_idle(homeless, free, full)
     rank = {shard: i for i, shard in enumerate(_order(ledger))}
     return Assignment(
         epoch=ledger.epoch,
@@ -159,13 +161,17 @@ def _to_holders(
     return own, homeless
 
 
-def _to_idle(homeless: list[Stretch], free: list[int]) -> list[list[Stretch]]:
+def _to_idle(homeless: list[Stretch], free: list[int], full: Container[int]) -> list[list[Stretch]]:
     """Stretches whose holders are busy, to who has the most samples free: few members per shard."""
     fetched: list[list[Stretch]] = [[] for _ in free]
+    able = [m for m in range(len(free)) if m not in full] or list(range(len(free)))
+    left = sum(free) - sum(free[m] for m in able)  # what full members would have fetched
+    for i, m in enumerate(able):
+        free[m] += left // len(able) + (i < left % len(able))
     for stretch in sorted(homeless, key=lambda s: (-len(s), s)):
         rest: Stretch | None = stretch
         while rest is not None:
-            chosen = max(range(len(free)), key=lambda m: (free[m], -m))
+            chosen = max(able, key=lambda m: (free[m], -m))
             rest = _hand_over(rest, chosen, fetched, free)
     return fetched
 

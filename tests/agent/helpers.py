@@ -91,6 +91,7 @@ def payload(
         holdings=bitmap(frozenset(shards), count),
         reachable=bitmap(frozenset(range(count) if reachable is None else reachable), count),
         speed=speed,
+        full=False,
         strikes=strikes,
         counted=counted,
     )

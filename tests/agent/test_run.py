@@ -15,6 +15,7 @@ from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.training import Training
+from p2p_dmc.agent.view_opening import out_of_date
 from p2p_dmc.agent.work import Strike, Work, encode_strikes
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Stopped
@@ -172,31 +173,33 @@ def test_a_script_that_is_run_again_is_another_member(tmp_path: Path) -> None:
     assert run_of(around).me.boot == 2  # it keeps its vote
 
 
-def test_shards_that_are_lost_or_back_ask_for_another_view(tmp_path: Path) -> None:
+def test_shards_that_are_lost_or_back_or_no_room_ask_for_another_view() -> None:
     has = {0, 1}
-    data = SimpleNamespace(reachable=lambda dataset: frozenset(has))
-    run = run_of(surroundings(tmp_path, data=cast(Any, data)))
-    asked: list[str] = []
-    run.wants_change = asked.append  # type: ignore[method-assign]
+    data = SimpleNamespace(reachable=lambda dataset: frozenset(has), full=False)
     ledger = Ledger.start(b"d" * 16, [4, 4, 4], 1, 1).advance([Stretch(shard=1, lo=0, hi=4)])
     work = Work.for_view(view_of([payload((), 3, reachable=(0, 1))]), 0, ledger, keep_leases=False)
-    training = cast(Training, SimpleNamespace(work=work, ledger=ledger))
-    run._look_for_lost(training)
+    training = cast(Training, SimpleNamespace(work=work, ledger=ledger, full=False))
+
+    def reason() -> str:
+        return out_of_date(training, cast(Any, data))
+
+    assert reason() == ""
     has.remove(1)  # all of it is counted
-    run._look_for_lost(training)
-    assert asked == []
+    assert reason() == ""
     has.remove(0)
-    run._look_for_lost(training)
-    has.add(2)
-    run._look_for_lost(training)
-    assert len(asked) == 2 and "any more" in asked[0] and "back" in asked[1]
+    assert "any more" in reason()
+    has |= {0, 2}
+    assert "back" in reason()
+    has.remove(2)
+    data.full = True
+    assert "no room" in reason()
 
 
-def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path) -> None:
+def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_dmc.agent.run.out_of_date", lambda training, data: "")
     run = in_a_view_of_two(surroundings(tmp_path))
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
     run.agreement = cast(Agreement, SimpleNamespace(left_out=False, tick=lambda now: nothing))
-    run._look_for_lost = lambda training: None  # type: ignore[method-assign]
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in ("serve_lease", "repeat")}
     run.training = cast(Training, SimpleNamespace(frozen=False, **steps))

@@ -391,7 +391,7 @@ def test_the_gone_members_rest_and_who_has_it_now() -> None:
 
 def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said() -> None:
     good = ProposalPayload(
-        view_epoch=0, epoch=0, claims=(), holdings=b"\xff", reachable=b"\xff", speed=0, strikes=()
+        view_epoch=0, epoch=0, claims=(), holdings=b"\xff", reachable=b"\xff", speed=0, full=False, strikes=()
     )
     check_payload(encode_payload(good), 8)
     check_payload(encode_payload(good), None)

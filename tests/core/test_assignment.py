@@ -329,3 +329,15 @@ def test_whatever_crashes_every_epoch_ends_exactly(seed: int) -> None:
         )
         assert seen == Counter((shard, i) for shard, count in enumerate(run.counts) for i in range(count))
     assert run.ledger.samples_total == 2 * sum(run.counts)
+
+
+def test_a_full_member_fetches_nothing_while_another_can() -> None:
+    ledger = Ledger.start(b"d" * 16, [10, 10, 10, 10], 0, 1)
+    held = [{0}, {1, 2, 3}, set()]
+    plain = assign(ledger, 3, held, [1, 1, 1], [()] * 3)
+    assert any(s.shard != 0 for s in plain.stretches[0]), "else the case shows nothing"
+    spared = assign(ledger, 3, held, [1, 1, 1], [()] * 3, (), {0})
+    assert {s.shard for s in spared.stretches[0]} <= {0}
+    assert sum(map(spared.length, range(3))) == 40
+    everybody = assign(ledger, 3, held, [1, 1, 1], [()] * 3, (), {0, 1, 2})
+    assert sum(map(everybody.length, range(3))) == 40

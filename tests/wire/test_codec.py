@@ -304,6 +304,7 @@ def inner_values() -> list[tuple[Any, bytes]]:
         holdings=b"\xff",
         reachable=b"\xff",
         speed=3,
+        full=False,
         strikes=(strike,),
     )
     policy = TauPolicy(kind="adacomm", tau0=4)
