@@ -265,7 +265,9 @@ class Agent:
 
     def _meta(self) -> PeerMeta:
         weight = min(MAX_WEIGHT, max(1, self.options.capacity_bytes >> 30)) if self.options.stays else 0
-        return PeerMeta(weight=weight, runs=tuple(run_meta(run) for _, run in sorted(self.runs.items()))[-8:])
+        # of a run that it left, or that failed here, a peer says nothing: nobody is to wait for it
+        told = [run for _, run in sorted(self.runs.items()) if run.end.outcome in ("", "finished", "stopped")]
+        return PeerMeta(weight=weight, runs=tuple(run_meta(run) for run in told)[-8:])
 
     def meta_changed(self) -> None:
         """What this peer says of itself is stale; told at the next tick, or at once when a view opens."""

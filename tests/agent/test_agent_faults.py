@@ -11,6 +11,8 @@ from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.client import ask
 from p2p_dmc.agent.home import Home
 from p2p_dmc.agent.requests import Requests
+from p2p_dmc.agent.run import Run
+from p2p_dmc.agent.run_files import RunOptions
 
 
 def test_a_handler_that_fails_ends_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +40,23 @@ def test_a_handler_that_fails_ends_the_agent(tmp_path: Path, monkeypatch: pytest
 def _ask(address: str) -> None:
     with pytest.raises(Exception, match="answer"):
         ask([address], "status", timeout_s=1.0)
+
+
+def test_a_run_that_failed_here_is_not_told_of(tmp_path: Path) -> None:
+    """Otherwise a newcomer waits for a peer that has begun the run and will not go on with it."""
+
+    async def life() -> tuple[list[str], list[str]]:
+        home = Home(tmp_path / "home")
+        home.lock()
+        agent = Agent(AgentOptions(home=home.root, name="a", port=0), home, lambda line: None)
+        await agent.start()
+        try:
+            run = Run("digits", RunOptions(), agent.services())
+            agent.runs["digits"] = run
+            before = [one.name for one in agent._meta().runs]
+            run.end.over("failed", "its script failed")
+            return before, [one.name for one in agent._meta().runs]
+        finally:
+            await agent.stop(graceful=False)
+
+    assert asyncio.run(life()) == (["digits"], [])
