@@ -162,7 +162,8 @@ class Jobs:
 
     async def _finish(self, job: Job, result: SubmitEnded) -> None:
         if job.run.end.outcome in ("finished", "stopped"):
-            await asyncio.sleep(LINGER_S)  # the others may still need this peer's last headers
+            # the others may still need this peer's last headers; the trainer's own end has taken some of the time
+            await asyncio.sleep(LINGER_S - (asyncio.get_running_loop().time() - job.run.end.over_s))
         job.result = result
         job.tell(result)
         job.ended.set()

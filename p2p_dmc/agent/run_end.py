@@ -26,6 +26,7 @@ class RunEnd:
         self._run = run
         self.outcome = ""
         self.detail = ""
+        self.over_s = 0.0
         self.stop_asked = False
         self.done = asyncio.Event()
         self._closing = False
@@ -132,6 +133,7 @@ class RunEnd:
         if self.outcome:
             return
         self.outcome, self.detail = outcome, detail
+        self.over_s = asyncio.get_running_loop().time()
         self._run.event("run_over", outcome=outcome, detail=detail)
         self._run.services.meta_changed()
         self.done.set()
