@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -163,7 +164,7 @@ class Jobs:
     async def _finish(self, job: Job, result: SubmitEnded) -> None:
         if job.run.end.outcome in ("finished", "stopped"):
             # the others may still need this peer's last headers; the trainer's own end has taken some of the time
-            await asyncio.sleep(LINGER_S - (asyncio.get_running_loop().time() - job.run.end.over_s))
+            await asyncio.sleep(LINGER_S - (time.monotonic() - job.run.end.over_s))
         job.result = result
         job.tell(result)
         job.ended.set()

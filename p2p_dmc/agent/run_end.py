@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
@@ -133,7 +134,7 @@ class RunEnd:
         if self.outcome:
             return
         self.outcome, self.detail = outcome, detail
-        self.over_s = asyncio.get_running_loop().time()
+        self.over_s = time.monotonic()
         self._run.event("run_over", outcome=outcome, detail=detail)
         self._run.services.meta_changed()
         self.done.set()
