@@ -116,8 +116,8 @@ class Agent:
         self.fault = ""
         """Why the agent ends although nobody asked it to."""
         self._meta_dirty = False
-        self._known_before: dict[str, str] = {}
-        """Peers of this home's earlier life: asked by name, for somebody else may live at the address now."""
+        self._lived_at: dict[str, str] = {}
+        """Address to peer_id, also of this home's earlier life: asked by name."""
         self._peers_dirty_s = 0.0
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class Agent:
             role=options.role,
             meta=encode_meta(self._meta()),
         )
-        self._known_before = self.home.known_peers()
-        known = dict.fromkeys((*options.seeds, *self._known_before))
+        self._lived_at = self.home.known_peers()
+        known = dict.fromkeys((*options.seeds, *self._lived_at))
         seeds = tuple(address for address in known if address != self.address)
         self.membership = Membership(
             record,
@@ -278,12 +278,18 @@ class Agent:
 
     def _act(self, output: Output) -> None:
         for send in output.sends:
-            to = send.peer_id or ""
-            if not to and send.address not in self.options.seeds:
-                to = self._known_before.get(send.address, "")
+            to = send.peer_id or self._meant_at(send.address)
             self.control.send(send.address, send.message, to=to)
         for event in output.events:
             self._member_event(event)
+
+    def _meant_at(self, address: str) -> str:
+        """Whom a word to a seed is for. A seed is tried for ever, and somebody else may live at its address one day:
+        a peer of another run, whom only a peer that has nobody else may take for its seed.
+        """
+        if address in self.options.seeds and not self._others_alive():
+            return ""
+        return self._lived_at.get(address, "")
 
     def _member_event(self, event: MemberEvent) -> None:
         record = event.record
@@ -302,6 +308,7 @@ class Agent:
             )
             self.data.members_changed()
             if event.new is MemberState.ALIVE:
+                self._lived_at[record.address] = event.peer_id
                 self.data.tell(event.peer_id)
         if event.peer_id == self.peer_id:
             return
