@@ -69,7 +69,10 @@ class Jobs:
         agent = self._agent
         running = self._jobs.get(submit.run)
         if running is not None and running.result is None:
-            raise UserError(f"run {submit.run!r} already has a trainer on this peer; give another --run name")
+            raise UserError(
+                f"run {submit.run!r} already has a trainer on this peer; give another --run name, "
+                "or another --home for a second peer on this machine"
+            )
         if run_files.load_run(agent.home.run_folder(submit.run)).get("finished"):
             path = agent.home.run_folder(submit.run) / "final" / "model.safetensors"
             raise RunFinishedError(
