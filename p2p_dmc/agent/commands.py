@@ -154,6 +154,10 @@ def _print_seeding(agent: Agent, manifest: Manifest, console: Console, insecure:
         f"{plural(manifest.replicas, 'replica')} wanted"
     )
     console.say(f"serving at {agent.address}; on each machine that trains, run:\n\n    {line}\n")
+    if _is_loopback(split_address(agent.address)[0]):
+        console.say(
+            "only this machine can reach that; --insecure lets others in, on a network that you trust"
+        )
 
 
 async def _serve(
@@ -191,6 +195,7 @@ def join(*, words: tuple[str, ...], debug: bool, as_json: bool, **options: Any) 
             raise UserError("nothing to join: give the address of a peer, as `seed-dataset` prints it")
         with _locked(home):
             network = _network(options["listen"], options["advertise"], options["insecure"], console)
+            _check_reach(seeds, network)
             _log_to(home, debug)
             agent_options = AgentOptions(
                 home=home.root,
@@ -333,6 +338,8 @@ def _submission(
         on_lost=options["on_lost"] or "",
         seeds=seeds,
         attach=options["attach"] or 0,
+        folder=str(Path.cwd()),
+        environment=tuple(sorted(os.environ.items())),
     )
 
 
@@ -367,6 +374,20 @@ def _network(listen: str | None, advertise: str | None, insecure: bool, console:
         "advertise_host": shown,
         "advertise": normalise_address(advertise) if advertise else None,
     }
+
+
+def _check_reach(seeds: tuple[str, ...], network: dict[str, Any]) -> None:
+    """UserError for a peer that listens on loopback only and is to join one elsewhere: that one could not answer."""
+    elsewhere = [seed for seed in seeds if not _is_loopback(split_address(seed)[0])]
+    if elsewhere and _is_loopback(network["bind_host"]) and not network["advertise"]:
+        raise UserError(
+            f"{elsewhere[0]} is on another machine, and this peer would listen on loopback only, where nobody there "
+            "can reach it: add --insecure on a network that you trust"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextlib.contextmanager

@@ -109,6 +109,8 @@ class Jobs:
                     run=job.submit.run,
                     script=job.submit.script,
                     arguments=job.submit.arguments,
+                    folder=job.submit.folder,
+                    environment=dict(job.submit.environment),
                     endpoint=self._agent.endpoint,
                     log_path=self._agent.home.root / "trainer.log",
                     on_output=lambda data: job.tell(LocalLine(kind="output", data=data)),
@@ -194,10 +196,11 @@ class Jobs:
         job = self._jobs.get(run)
         if job is None or job.result is not None:
             raise UserError(f"run {run!r} is not under way on this peer")
-        self._leave(job, reason)
+        self._agent.spawn(self._leave(job, reason))
 
-    def _leave(self, job: Job, reason: str) -> None:
+    async def _leave(self, job: Job, reason: str) -> None:
         job.stopping = True
+        await job.run.end.save_before_leaving()
         job.run.withdraw(reason)
         job.run.end.over("left", reason)
 
@@ -205,7 +208,7 @@ class Jobs:
         """This peer leaves: every trainer is ended, every run told."""
         for job in self._jobs.values():
             if job.result is None:
-                self._leave(job, reason)
+                await self._leave(job, reason)
         pending = [asyncio.create_task(j.ended.wait()) for j in self._jobs.values() if j.result is None]
         if pending:
             await asyncio.wait(pending, timeout=10.0)

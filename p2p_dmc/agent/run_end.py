@@ -83,6 +83,16 @@ class RunEnd:
                     self.tell(member.peer_id, held, finished)
         self.over("finished" if finished else "stopped", path)
 
+    async def save_before_leaving(self) -> None:
+        """This peer leaves: what is committed by now is on disk, so that its next start goes on from there."""
+        run, training = self._run, self._run.training
+        if training is None or self._closing or self.outcome:
+            return
+        alone = len(training.view.members) == 1  # then whatever it completed is committed
+        held = run.keeper.by_lineage(training.held.ref.lineage if alone else training.committed_round)
+        if held is not None and held.ref.lineage > (0, 0):
+            await run.checkpoint(held)
+
     def tell_trainer(self, held: Held, final_path: str) -> None:
         """The run is finished with this state. Said again to a trainer that was started anew meanwhile."""
         self._run.to_trainer(

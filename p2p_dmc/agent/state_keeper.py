@@ -57,7 +57,13 @@ class StateKeeper:
             try:
                 if checkpoint_parameters(checkpoint) != self.parameters:
                     raise ValueError("it is of another model")
-                self.hold(load_checkpoint(checkpoint, self.slots))
+                held = load_checkpoint(checkpoint, self.slots)
+                self.hold(held)
+                (view_epoch, number), ledger = held.ref.lineage, held.ledger
+                self._services.say(
+                    f"run {self._run!r} goes on from the checkpoint of view {view_epoch} round {number}, "
+                    f"epoch {min(ledger.epoch + 1, ledger.epochs)} of {ledger.epochs}"
+                )
             except ValueError as error:
                 self._services.say(f"checkpoint {checkpoint.folder} is skipped: {error}")
                 self._services.journal.event(
@@ -95,6 +101,10 @@ class StateKeeper:
         if self.slots is not None:
             self.slots.discard()
         self._recent.clear()
+
+    def by_lineage(self, lineage: tuple[int, int]) -> Held | None:
+        """The state of this lineage, if it is among the recent ones."""
+        return next((held for held in self._recent.values() if held.ref.lineage == lineage), None)
 
     def pool(self) -> SlotPool:
         if self.slots is None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class TrainerProcess:
         script: str,
         arguments: Sequence[str],
         endpoint: str,
+        folder: str,
+        environment: Mapping[str, str],
         log_path: Path,
         on_output: Callable[[bytes], None],
     ) -> None:
@@ -43,6 +45,8 @@ class TrainerProcess:
         self._script = script
         self._arguments = tuple(arguments)
         self._endpoint = endpoint
+        self._folder = folder
+        self._environment = environment
         self._log_path = log_path
         self._on_output = on_output
         self._process: asyncio.subprocess.Process | None = None
@@ -56,7 +60,7 @@ class TrainerProcess:
         """Start it and wait for its end; its output goes to trainer.log and to ``on_output`` as it comes."""
         lifeline, held_open = os.pipe()
         output, its_output = os.pipe()  # asyncio's own would keep wait() until every copy of it is closed
-        environment = dict(os.environ)
+        environment = dict(self._environment)
         environment |= {ENV_AGENT: self._endpoint, ENV_RUN: self._run, ENV_LIFELINE: str(lifeline)}
         environment |= {"PYTHONUNBUFFERED": "1"}
         try:
@@ -68,6 +72,7 @@ class TrainerProcess:
                     self._script,
                     *self._arguments,
                     env=environment,
+                    cwd=self._folder,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=its_output,
                     stderr=asyncio.subprocess.STDOUT,

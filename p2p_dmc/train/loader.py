@@ -134,6 +134,11 @@ class Loader:
             self._rounds.take()
         else:
             self._rounds.consume_yielded()
+            if self._rounds.samples and not self._rounds.ever_stepped:
+                raise UserError(
+                    f"{self._rounds.samples} samples were handed out and the optimizer took no step: "
+                    "call step(loss) of the dmc.Optimizer in the loop"
+                )
             self._rounds.synchronise()
 
     def _ask(self) -> None:

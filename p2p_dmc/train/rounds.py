@@ -40,6 +40,7 @@ class Rounds:
         self.final_path: str | None = None
         self.samples = 0  # consumed since the last complete round
         self.steps = 0
+        self.ever_stepped = False
         self.yielded = 0  # in batches handed out, not stepped yet
         self._next_round = 0
         self._loss_sum: torch.Tensor | float = (
@@ -167,6 +168,7 @@ class Rounds:
         count, self.yielded = self.yielded, 0
         self.samples += count
         self.steps += 1
+        self.ever_stepped = True
         if isinstance(loss, torch.Tensor):
             value = loss.detach()
             self._loss_sum = (

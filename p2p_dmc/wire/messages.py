@@ -280,6 +280,8 @@ class SubmitScript:
     checkpoint_every_s: float
     on_lost: str
     seeds: tuple[str, ...]
+    folder: str  # where the script runs: where its join was typed
+    environment: tuple[tuple[str, str], ...]  # of that join; over ipc:// within one user's own files
     attach: int  # process id of a trainer that runs already (a notebook); 0: start the script
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import re
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -268,9 +270,21 @@ def reachable_host() -> str:
     for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
         if not str(info[4][0]).startswith("127."):
             return str(info[4][0])
+    for _, name in socket.if_nameindex():
+        if host := _interface_host(name):
+            return host
     raise UserError(
         "no address of this machine that others can reach was found; give --advertise tcp://HOST:PORT"
     )
+
+
+def _interface_host(name: str) -> str:
+    """IPv4 address of a network interface that is not loopback; "" when it has none (Linux: SIOCGIFADDR)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, contextlib.suppress(OSError):
+        found = fcntl.ioctl(udp.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+        host = socket.inet_ntoa(found[20:24])
+        return "" if host.startswith("127.") else host
+    return ""
 
 
 async def refused_by_host(address: str, timeout_s: float = 1.0) -> bool:

@@ -36,6 +36,8 @@ class Trainer:
             script=str(script),
             arguments=arguments,
             endpoint="ipc:///nowhere/agent",
+            folder=str(script.parent),
+            environment=os.environ,
             log_path=self.log,
             on_output=self._on_output,
         )
@@ -185,11 +187,12 @@ def gone(pid: int) -> None:
 
 
 AGENT = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
 from p2p_dmc.agent.supervisor import TrainerProcess
 def trainer(script):
-    return TrainerProcess(run="r", script=script, arguments=(), endpoint="ipc://x", log_path=Path(script + ".log"),
+    return TrainerProcess(run="r", script=script, arguments=(), endpoint="ipc://x", folder="/",
+                          environment=os.environ, log_path=Path(script + ".log"),
                           on_output=lambda data: print(data.decode(), end="", flush=True)).run()
 async def main():
     await asyncio.gather(*map(trainer, sys.argv[1:]))
