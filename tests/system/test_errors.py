@@ -91,6 +91,7 @@ def free_port() -> int:
         ("join tcp://127.0.0.1:{free} trian.py", r"'trian\.py' is no file; give the path of a Python script"),
         ("join nonsense", r"'nonsense' is no file and no address \(tcp://HOST:PORT\)"),
         ("join", r"nothing to join: give the address of a peer"),
+        ("join tcp://10.77.0.11:7400 train.py", r"on another machine.*loopback only.*add --insecure"),
         (
             "join --listen tcp://127.0.0.1:{taken} tcp://127.0.0.1:{free}",
             r"port {taken} on 127\.0\.0\.1 is in use",
