@@ -27,9 +27,6 @@ class AgentSettings:
     join_retry_ms: int = 500
     """A ready trainer outside the view repeats its request; messages may be lost."""
 
-    header_retry_ms: int = 250
-    """A header that somebody may have missed is said again."""
-
     group_timeout_ms: int = 3000
     """gloo's bound on lack of progress (connecting takes up to five of it): the backstop behind verdicts."""
 
@@ -71,9 +68,6 @@ class AgentSettings:
 
     leave_grace_s: float = 10.0
     """A graceful leave waits at most this long for the others to take over."""
-
-    run_messages_bytes: int = 256 << 10
-    """Largest payload of a proposal."""
 
 
 def parse_size(text: str) -> int:

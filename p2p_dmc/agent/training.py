@@ -102,7 +102,6 @@ class Training:
         self.committed_round: tuple[int, int] = held.ref.lineage
         self.in_flight: tuple[int, int] | None = None
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
-        self.last_samples = [0] * len(view.members)
         self._given_up = ledger.given_up_since(held.ledger)
         """Quarantined or lost as the view opened; the first complete round puts it on record."""
         self._reducing: BarrierResult | None = None
@@ -361,7 +360,6 @@ class Training:
         for i, header in enumerate(result.headers):
             if header.compute_us and header.samples:
                 self._speeds[i] = max(1, header.samples * 1_000_000 // header.compute_us)
-            self.last_samples[i] = header.samples
         if ledger.epoch != self.ledger.epoch and not ledger.done:
             self.work = Work.for_epoch(self.view, self.me, ledger, self._speeds)
         elif not ledger.done:
