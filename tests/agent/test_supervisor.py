@@ -191,9 +191,14 @@ import asyncio, os, sys
 from pathlib import Path
 from p2p_dmc.agent.supervisor import TrainerProcess
 def trainer(script):
+    pending = b""  # a line may come in pieces, and a sister's pieces between them
+    def pass_on(data):
+        nonlocal pending
+        *lines, pending = (pending + data).split(b"\\n")
+        for line in lines:
+            print(line.decode(), flush=True)
     return TrainerProcess(run="r", script=script, arguments=(), endpoint="ipc://x", folder="/",
-                          environment=os.environ, log_path=Path(script + ".log"),
-                          on_output=lambda data: print(data.decode(), end="", flush=True)).run()
+                          environment=os.environ, log_path=Path(script + ".log"), on_output=pass_on).run()
 async def main():
     await asyncio.gather(*map(trainer, sys.argv[1:]))
 asyncio.run(main())
