@@ -347,6 +347,22 @@ def stop(seed: str | None, run: str, home: Path, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("what", type=click.Choice(["list", "verify"]), default="list")
+@click.option("--run", default="", metavar="NAME", help="Of this run only.")
+@HOME
+@JSON
+@click.pass_context
+def checkpoint(ctx: click.Context, what: str, run: str, home: Path, as_json: bool) -> None:
+    """List this home's checkpoints, or verify them: read all, name each that is damaged, and exit with 1 then.
+
+    No agent is needed. A join skips what is damaged, and says so.
+    """
+    from p2p_dmc.observe import checkpoint_report
+
+    ctx.exit(checkpoint_report.checkpoint(home, run, as_json, verify=what == "verify"))
+
+
+@main.command()
 @click.option(
     "--keep",
     type=click.Path(path_type=Path),

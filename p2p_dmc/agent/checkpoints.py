@@ -1,7 +1,9 @@
 """Committed states on disk: written under a temporary name, synced, renamed; verified when read (DESIGN.md 6, 11).
 
 ``runs/<run>/checkpoints/<view epoch>-<round>/`` holds model.safetensors (float32, one tensor a parameter),
-outer.safetensors (empty while the outer step has no state), ledger.msgpack and meta.json.
+outer.safetensors (empty while the outer step has no state), ledger.msgpack and meta.json, which has the digests of
+the others and its own. ``.<name>.new.tmp`` is being written, or was when the writer died; ``.<name>.old.tmp`` is moved
+aside for its successor; ``.<name>.gone.tmp`` is being removed.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +31,21 @@ from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.trainer_messages import ParameterSpec
 
+NAME = re.compile(r"\d{1,19}-\d{1,19}")
+ASIDE = re.compile(r"\.(\d{1,19}-\d{1,19})\.old\.tmp")
 UNREADABLE = (OSError, KeyError, TypeError, AttributeError, SafetensorError, RemoteProtocolError)
 """What reading a damaged checkpoint may raise, beside ValueError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRef:
-    """A checkpoint that was found and looks whole; its tensors are verified when it is loaded."""
+    """A checkpoint that was found; what it holds is verified when it is loaded."""
 
     folder: Path
     lineage: tuple[int, int]
     meta: dict[str, Any]
+    problem: str = ""
+    """Why it cannot be read at all, in words."""
 
 
 def anchor_tensors(
@@ -90,8 +97,7 @@ def write_checkpoint(
     """
     root = runs_folder / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)
-    for unfinished in root.glob(".*.tmp"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    _clear_leftovers(runs_folder)
     view_epoch, round_number = held.ref.lineage
     final = root / f"{view_epoch}-{round_number}"
     temporary, replaced = root / f".{final.name}.new.tmp", root / f".{final.name}.old.tmp"
@@ -112,7 +118,7 @@ def write_checkpoint(
             "parameters": [[p.name, list(p.shape), p.dtype] for p in parameters],
             "files": {f.name: file_digest(f).hex() for f in sorted(temporary.iterdir())},
         }
-        write_json(temporary / "meta.json", meta)
+        write_json(temporary / "meta.json", meta | {"meta_digest": meta_digest(meta)})
         if final.exists():
             os.replace(final, replaced)
         os.replace(temporary, final)
@@ -121,9 +127,39 @@ def write_checkpoint(
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in [c for c in list_checkpoints(runs_folder) if c.folder != final][keep - 1 :]:
-        shutil.rmtree(old.folder, ignore_errors=True)
+    _drop_oldest(runs_folder, final, keep)
     return final
+
+
+def meta_digest(meta: dict[str, Any]) -> str:
+    """Of everything else that meta.json says, in hexadecimal."""
+    said = {key: value for key, value in meta.items() if key != "meta_digest"}
+    return xxhash.xxh3_128(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _clear_leftovers(runs_folder: Path) -> None:
+    """What an earlier life left behind: a checkpoint moved aside gets its place back, the rest goes."""
+    for checkpoint in list_checkpoints(runs_folder):
+        if (match := ASIDE.fullmatch(checkpoint.folder.name)) is not None:
+            os.replace(checkpoint.folder, checkpoint.folder.with_name(match[1]))
+    for leftover in (runs_folder / "checkpoints").glob(".*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _drop_oldest(runs_folder: Path, final: Path, keep: int) -> None:
+    """Keep the newest; what cannot be read is kept no longer than what is whole beside it."""
+    found = list_checkpoints(runs_folder)
+    others = [c for c in found if c.folder != final and not c.problem][: keep - 1]
+    oldest = min([c.lineage for c in found if c.folder == final] + [c.lineage for c in others])
+    kept = {
+        final,
+        *(c.folder for c in others),
+        *(c.folder for c in found if c.problem and c.lineage > oldest),
+    }
+    for old in [c.folder for c in found if c.folder not in kept]:
+        gone = old.with_name(f".{old.name}.gone.tmp")
+        os.replace(old, gone)  # nobody finds it half there
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _sync_file(path: Path) -> None:
@@ -132,22 +168,45 @@ def _sync_file(path: Path) -> None:
 
 
 def list_checkpoints(runs_folder: Path) -> list[CheckpointRef]:
-    """What lies there, newest lineage first. Unfinished and unreadable ones are not listed."""
+    """What lies there, newest lineage first; of one that cannot be read, why."""
     found = []
-    for meta_path in (runs_folder / "checkpoints").glob("*-*/meta.json"):
-        if meta_path.parent.name.startswith("."):
-            continue
-        try:
-            meta = json.loads(meta_path.read_text())
-            lineage = (int(meta["lineage"][0]), int(meta["lineage"][1]))
-        except (ValueError, KeyError, IndexError, TypeError, OSError):
-            continue
-        found.append(CheckpointRef(folder=meta_path.parent, lineage=lineage, meta=meta))
+    for folder in (runs_folder / "checkpoints").glob("*"):
+        if NAME.fullmatch(folder.name):
+            found.append(_find(folder, folder.name))
+        elif (match := ASIDE.fullmatch(folder.name)) is not None and not folder.with_name(match[1]).exists():
+            found.append(_find(folder, match[1]))  # its successor did not come to be
     return sorted(found, key=lambda c: c.lineage, reverse=True)
+
+
+def _find(folder: Path, name: str) -> CheckpointRef:
+    view_epoch, _, number = name.partition("-")
+    lineage = (int(view_epoch), int(number))
+    meta: dict[str, Any] = {}
+    problem = ""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["meta_digest"] != meta_digest(meta):
+            problem = "meta.json is damaged"
+        elif meta["lineage"] != list(lineage):
+            problem = f"it is of {meta['lineage']}, and its folder has another name"
+    except FileNotFoundError:
+        problem = "meta.json is missing"
+    except OSError as error:
+        problem = f"meta.json cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        problem = "meta.json is damaged"
+    return CheckpointRef(folder=folder, lineage=lineage, meta={} if problem else meta, problem=problem)
+
+
+def unfinished_checkpoints(runs_folder: Path) -> list[Path]:
+    """Folders of checkpoints whose writing has not come to its end."""
+    return sorted((runs_folder / "checkpoints").glob(".*.new.tmp"))
 
 
 def checkpoint_parameters(checkpoint: CheckpointRef) -> tuple[ParameterSpec, ...]:
     """What it says that its tensors are; ValueError when it does not say."""
+    if checkpoint.problem:
+        raise ValueError(checkpoint.problem)
     try:
         return tuple(
             ParameterSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype))
@@ -159,37 +218,67 @@ def checkpoint_parameters(checkpoint: CheckpointRef) -> tuple[ParameterSpec, ...
 
 def load_checkpoint(checkpoint: CheckpointRef, slots: SlotPool) -> Held:
     """Read it into a slot and verify every digest; ValueError saying what is wrong with it."""
+    slot = slots.take()
+    try:
+        return _read(checkpoint, slot, np.memmap(slot, dtype="<f4", mode="r+"), slots.size_bytes)
+    except ValueError:
+        slots.unpin(slot)
+        raise
+
+
+def verify_checkpoint(checkpoint: CheckpointRef) -> Ledger:
+    """Read all of it, a tensor at a time, and verify every digest; ValueError saying what is wrong with it."""
+    return _read(checkpoint, Path(), None, None).ledger
+
+
+def _read(
+    checkpoint: CheckpointRef,
+    slot: Path,
+    flat: np.ndarray[Any, np.dtype[np.float32]] | None,
+    size_bytes: int | None,
+) -> Held:
+    if checkpoint.problem:
+        raise ValueError(checkpoint.problem)
     folder, meta = checkpoint.folder, checkpoint.meta
     try:
+        for name in meta["files"]:
+            if not (folder / name).exists():
+                raise ValueError(f"{name} is missing")
         for name, digest in meta["files"].items():
             if file_digest(folder / name).hex() != digest:
                 raise ValueError(f"{name} is damaged")
         ledger = Ledger.from_bytes((folder / "ledger.msgpack").read_bytes())
         tau = TauState.from_bytes(bytes.fromhex(meta["tau"]))
-        slot = slots.take()
-        try:
-            anchor_digest = _load_anchor(checkpoint, slot, slots.size_bytes)
-            digest = state_digest(anchor_digest, ledger, tau)
-            if digest.hex() != meta["digest"]:
-                raise ValueError("its parts do not belong together")
-        except (*UNREADABLE, ValueError):
-            slots.unpin(slot)
-            raise
+        anchor_digest, read_bytes = _read_anchor(checkpoint, flat)
+        if size_bytes is not None and read_bytes != size_bytes:
+            raise ValueError(f"{read_bytes} bytes of parameters where {size_bytes} belong")
+        digest = state_digest(anchor_digest, ledger, tau)
+        if digest.hex() != meta["digest"]:
+            raise ValueError("its parts do not belong together")
     except UNREADABLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     ref = StateRef(lineage=checkpoint.lineage, digest=digest)
     return Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
 
 
-def _load_anchor(checkpoint: CheckpointRef, slot: Path, size_bytes: int) -> bytes:
-    """Read the tensors into the slot; the digest of what stands there. ValueError when they do not fill it."""
-    flat = np.memmap(slot, dtype="<f4", mode="r+")
-    offset = 0
+def _read_anchor(
+    checkpoint: CheckpointRef, flat: np.ndarray[Any, np.dtype[np.float32]] | None
+) -> tuple[bytes, int]:
+    """The anchor's digest and size in bytes; its values go to ``flat``. ValueError when they do not fit there."""
+    hasher, offset = xxhash.xxh3_128(), 0
+    for values in _values(checkpoint):
+        if flat is not None:
+            flat[offset : offset + values.size] = values
+        hasher.update(values.data)
+        offset += values.size
+    return hasher.digest(), 4 * offset
+
+
+def _values(checkpoint: CheckpointRef) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
+    """The parameters, flat, in their order."""
     with safe_open(checkpoint.folder / "model.safetensors", framework="np") as tensors:
         for parameter in checkpoint_parameters(checkpoint):
-            values = tensors.get_tensor(parameter.name).reshape(-1)
-            flat[offset : offset + values.size] = values
-            offset += values.size
-    if 4 * offset != size_bytes:
-        raise ValueError(f"{4 * offset} bytes of parameters where {size_bytes} belong")
-    return xxhash.xxh3_128(flat.data).digest()
+            values = tensors.get_tensor(parameter.name)
+            if values.shape != parameter.shape or values.dtype != np.dtype("<f4"):
+                raise ValueError(f"parameter {parameter.name} is not what meta.json says")
+            yield np.ascontiguousarray(values).reshape(-1)

@@ -16,6 +16,7 @@ from p2p_dmc.agent.checkpoints import (
     checkpoint_parameters,
     list_checkpoints,
     load_checkpoint,
+    unfinished_checkpoints,
     write_checkpoint,
     write_model,
 )
@@ -53,6 +54,8 @@ class StateKeeper:
         self.parameters = tuple(parameters)
         numel = sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
         self.slots = SlotPool(self._services.memory, numel)
+        for folder in unfinished_checkpoints(self._folder):
+            self._skip(folder, "its writing did not come to its end")
         for checkpoint in list_checkpoints(self._folder):
             try:
                 if checkpoint_parameters(checkpoint) != self.parameters:
@@ -65,12 +68,13 @@ class StateKeeper:
                     f"epoch {min(ledger.epoch + 1, ledger.epochs)} of {ledger.epochs}"
                 )
             except ValueError as error:
-                self._services.say(f"checkpoint {checkpoint.folder} is skipped: {error}")
-                self._services.journal.event(
-                    "checkpoint_skipped", path=str(checkpoint.folder), reason=str(error)
-                )
+                self._skip(checkpoint.folder, str(error))
                 continue
             return
+
+    def _skip(self, folder: Path, reason: str) -> None:
+        self._services.say(f"checkpoint {folder} is skipped: {reason}")
+        self._services.journal.event("checkpoint_skipped", path=str(folder), reason=reason)
 
     def found(self, slot: Path, anchor_digest: bytes, ledger: Ledger, tau: TauState) -> None:
         """The initial state, lineage (0, 0), from this peer's own trainer."""

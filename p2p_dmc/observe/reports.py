@@ -105,9 +105,9 @@ def _from_trainer(run: Facts) -> Facts:
 def render_status(facts: Facts, terminal: Terminal) -> None:
     """Three tables; a run that stands still says why below its own."""
     names = labels(facts["members"])
-    members = _table("PEER", "ID", "STATE", "ROLE", "ADDRESS")
+    members = table_of("PEER", "ID", "STATE", "ROLE", "ADDRESS")
     for m in facts["members"]:
-        members.add_row(*_cells(m["name"], m["peer_id"][:8], m["state"].lower(), m["role"], m["address"]))
+        members.add_row(*cells(m["name"], m["peer_id"][:8], m["state"].lower(), m["role"], m["address"]))
     terminal.print(members)
     if facts["runs"]:
         terminal.print()
@@ -120,13 +120,13 @@ def render_status(facts: Facts, terminal: Terminal) -> None:
 
 
 def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -> None:
-    table = _table("RUN", "VIEW", "ROUND", "TAU", "LOSS", "EPOCH", "DONE", "SAMPLES", "COMMITTED", "PEERS")
+    table = table_of("RUN", "VIEW", "ROUND", "TAU", "LOSS", "EPOCH", "DONE", "SAMPLES", "COMMITTED", "PEERS")
     for run in runs:
         if "ask" in run:
-            table.add_row(*_cells(run["run"], run["view_epoch"], *[None] * 7, f"ask {run['ask']}"))
+            table.add_row(*cells(run["run"], run["view_epoch"], *[None] * 7, f"ask {run['ask']}"))
             continue
         table.add_row(
-            *_cells(
+            *cells(
                 run["run"],
                 run["view_epoch"],
                 run["round"],
@@ -170,9 +170,9 @@ def _render_dataset(dataset: Facts, names: dict[str, str], terminal: Terminal) -
         done = f"all of {plural(p['epochs'], 'epoch')} done"
         lines.append(f"run {p['run']}: {done if p['epoch'] >= p['epochs'] else where + skipped}")
     terminal.print(Text(printable("\n".join(lines))))
-    holders = _table("HOLDER", "SHARDS")
+    holders = table_of("HOLDER", "SHARDS")
     for peer_id, count in dataset["holders"].items():
-        holders.add_row(*_cells(names.get(peer_id, peer_id[:8]), count))
+        holders.add_row(*cells(names.get(peer_id, peer_id[:8]), count))
     terminal.print(holders)
 
 
@@ -209,12 +209,10 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
             f"{plural(dataset['replicas'], 'replica')} wanted; {short_of} not yet where they should be"
         )
         terminal.print(Text(printable(heading)))
-        table = _table("SHARD", "SAMPLES", "SIZE", "SHOULD HOLD", "HOLD")
+        table = table_of("SHARD", "SAMPLES", "SIZE", "SHOULD HOLD", "HOLD")
         for s in dataset["shards"]:
             size = format_size(s["size_bytes"])
-            table.add_row(
-                *_cells(s["shard"][:12], s["samples"], size, called(s["should"]), called(s["does"]))
-            )
+            table.add_row(*cells(s["shard"][:12], s["samples"], size, called(s["should"]), called(s["does"])))
         terminal.print(table)
         if facts["without"]:
             terminal.print(Text(printable(f"without {called(facts['without'])}:")))
@@ -228,9 +226,9 @@ def _render_moves(moves: list[Facts], names: dict[str, str], terminal: Terminal)
     sizes: Counter[str] = Counter()
     for m in moves:
         sizes[m["to"]] += m["size_bytes"]
-    table = _table("WOULD FETCH", "SHARDS", "SIZE")
+    table = table_of("WOULD FETCH", "SHARDS", "SIZE")
     for peer_id in sorted(shards):
-        table.add_row(*_cells(names.get(peer_id, peer_id[:8]), shards[peer_id], format_size(sizes[peer_id])))
+        table.add_row(*cells(names.get(peer_id, peer_id[:8]), shards[peer_id], format_size(sizes[peer_id])))
     terminal.print(table if moves else "  nothing would move")
 
 
@@ -360,12 +358,12 @@ def show(render: Callable[[Facts, Terminal], None], facts: Facts) -> None:
     sys.stdout.flush()
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _cells(*values: object) -> list[Text]:
+def cells(*values: object) -> list[Text]:
     return [Text("-" if value is None or value == "" else printable(str(value))) for value in values]

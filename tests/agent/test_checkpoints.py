@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,9 @@ from p2p_dmc.agent.checkpoints import (
     checkpoint_parameters,
     list_checkpoints,
     load_checkpoint,
+    meta_digest,
+    unfinished_checkpoints,
+    verify_checkpoint,
     write_checkpoint,
     write_model,
 )
@@ -121,9 +123,10 @@ def test_the_same_state_again_replaces_the_first(tmp_path: Path, held: Held, slo
 
 
 def change_meta(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    """With care: its digest fits."""
     meta = json.loads((path / "meta.json").read_text())
     change(meta)
-    (path / "meta.json").write_text(json.dumps(meta))
+    (path / "meta.json").write_text(json.dumps(meta | {"meta_digest": meta_digest(meta)}))
 
 
 def with_digest(path: Path, name: str) -> None:
@@ -204,16 +207,78 @@ def test_damage_is_found_and_costs_no_slot(tmp_path: Path, held: Held, slots: Sl
     with pytest.raises(ValueError, match=r"\w"):
         load_checkpoint(found, slots)
     assert +slots._pins == Counter({held.slot: 1})
+    with pytest.raises(ValueError, match=r"\w"):
+        verify_checkpoint(found)
+
+
+FILES = ["model.safetensors", "outer.safetensors", "ledger.msgpack", "meta.json"]
+
+
+def problem(folder: Path) -> str:
+    """What is said of the only checkpoint there; "" when it is whole."""
+    (found,) = list_checkpoints(folder)
+    try:
+        verify_checkpoint(found)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_byte_of_any_file(tmp_path: Path, held: Held, name: str) -> None:
+    """Changed, or the file cut before it: found out, and the file is named."""
+    path = write(tmp_path, held) / name
+    whole = path.read_bytes()
+    assert problem(tmp_path) == ""
+    for i in range(len(whole)):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
+        assert problem(tmp_path) == f"{name} is damaged", f"byte {i} of {len(whole)}"
+        path.write_bytes(whole[:i])
+        assert problem(tmp_path) == f"{name} is damaged", f"cut to {i} of {len(whole)}"
+    path.write_bytes(whole + b"x")
+    assert problem(tmp_path) == f"{name} is damaged"
+    path.unlink()
+    assert problem(tmp_path) == f"{name} is missing"
+    path.write_bytes(whole)
+    assert problem(tmp_path) == ""
+
+
+def test_a_whole_checkpoint_tells_its_ledger(tmp_path: Path, held: Held) -> None:
+    write(tmp_path, held)
+    (found,) = list_checkpoints(tmp_path)
+    assert verify_checkpoint(found) == held.ledger
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", '{"lineage": 3}', '{"lineage": [1]}', '{"lineage": "x"}']
+    "text", ["", "{", "[]", "null", "{}", '{"lineage": 3}', '{"lineage": [1]}', "[" * 100_000]
 )
-def test_a_meta_that_says_nothing_is_not_listed(tmp_path: Path, held: Held, text: str) -> None:
+def test_a_meta_that_says_nothing(tmp_path: Path, held: Held, slots: SlotPool, text: str) -> None:
     write(tmp_path, held)
     (write(tmp_path, at(held, 4, 1)) / "meta.json").write_text(text)
-    assert lineages(tmp_path) == [(3, 7)]
-    shutil.rmtree(tmp_path / "checkpoints" / "4-1")
+    damaged, whole = list_checkpoints(tmp_path)
+    assert (damaged.lineage, damaged.problem) == ((4, 1), "meta.json is damaged")
+    with pytest.raises(ValueError, match=r"^meta.json is damaged$"):
+        load_checkpoint(damaged, slots)
+    assert (whole.lineage, whole.problem) == ((3, 7), "")
+
+
+def test_a_folder_with_another_name(tmp_path: Path, held: Held) -> None:
+    path = write(tmp_path, held)
+    path.rename(path.with_name("3-8"))
+    assert problem(tmp_path) == "it is of [3, 7], and its folder has another name"
+    path.with_name("3-8").rename(path.with_name("a copy of 3-7"))
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_damaged_ones_take_no_place_of_whole_ones(tmp_path: Path, held: Held) -> None:
+    for i in range(1, 5):
+        write(tmp_path, at(held, 1, i), keep=3)
+        if i in (2, 3):
+            (tmp_path / "checkpoints" / f"1-{i}" / "meta.json").unlink()
+    assert lineages(tmp_path) == [(1, 4), (1, 3), (1, 2), (1, 1)]
+    write(tmp_path, at(held, 1, 5), keep=3)
+    write(tmp_path, at(held, 1, 6), keep=3)
+    assert lineages(tmp_path) == [(1, 6), (1, 5), (1, 4)], "older than all that are kept"
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
@@ -243,12 +308,14 @@ elif point == "rename":
     os.replace = lambda a, b: die() if Path(b).name == "5-1" else replace(a, b)
 elif point == "old aside":
     os.replace = lambda a, b: die() if Path(a).name == "5-1" else replace(a, b)
+elif point == "between":
+    os.replace = lambda a, b: die() if Path(a).name == ".5-1.new.tmp" else replace(a, b)
 elif point == "renamed":
     checkpoints.sync_folder = lambda p: die() if Path(p).name == "checkpoints" else None
 elif point == "pruning":
     rmtree = shutil.rmtree
     def half(path, **kwargs):
-        if Path(path).name[0] != ".":
+        if Path(path).name.endswith(".gone.tmp"):
             (Path(path) / "model.safetensors").unlink()
             die()
         rmtree(path, **kwargs)
@@ -276,20 +343,17 @@ def test_a_kill_while_writing_leaves_the_old_ones_and_nothing_half(
     for i in (1, 2):
         write(tmp_path, at(held, 4, i))
     assert crash(tmp_path, point) == -signal.SIGKILL
-    whole = []
-    for found in list_checkpoints(tmp_path):
-        try:
-            whole.append(load_checkpoint(found, slots).ref.lineage)
-        except ValueError:
-            assert point == "pruning" and found.lineage == (4, 1)  # on its way out anyhow
+    whole = [load_checkpoint(found, slots).ref.lineage for found in list_checkpoints(tmp_path)]
     assert whole[-1:] == [(4, 2)] if point == "pruning" else whole[-2:] == [(4, 2), (4, 1)]
     assert ((5, 1) in whole) == (point in ("renamed", "pruning"))
+    half = [path.name for path in unfinished_checkpoints(tmp_path)]
+    assert half == ([] if (5, 1) in whole else [".5-1.new.tmp"])
     write(tmp_path, at(held, 6, 1), keep=2)  # the next life cleans up
     assert all(not name.startswith(".") for name in names(tmp_path))
     assert lineages(tmp_path)[0] == (6, 1)
 
 
-@pytest.mark.parametrize("point", ["tensors", "meta", "old aside"])
+@pytest.mark.parametrize("point", ["tensors", "meta", "old aside", "between"])
 def test_a_kill_while_replacing_leaves_the_old_one(
     tmp_path: Path, held: Held, slots: SlotPool, point: str
 ) -> None:
@@ -297,6 +361,9 @@ def test_a_kill_while_replacing_leaves_the_old_one(
     assert crash(tmp_path, point) == -signal.SIGKILL
     (found,) = list_checkpoints(tmp_path)
     assert load_checkpoint(found, slots).anchor_digest == held.anchor_digest
+    assert (tmp_path / "checkpoints" / "5-1").exists() == (point != "between")
+    write(tmp_path, at(held, 6, 1))
+    assert lineages(tmp_path) == [(6, 1), (5, 1)] and names(tmp_path) == {"6-1", "5-1"}
 
 
 def test_the_writer_that_is_not_killed(tmp_path: Path, slots: SlotPool) -> None:

@@ -163,6 +163,7 @@ OPTIONS = {
     "placement": "home json without",
     "leave": "home json",
     "stop": "home json run",
+    "checkpoint": "home json run",
     "demo": "keep json",
 }
 
