@@ -10,6 +10,7 @@ from p2p_dmc.agent.bulk import BulkClient, SourceLostError
 from p2p_dmc.agent.state import Held, SlotPool, decode_head, file_digest
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import BulkKind
 
 HEAD, ANCHOR = 0, 1  # parts of a state
@@ -100,6 +101,7 @@ class Adoption:
                     problems[address] = str(error)
                     return
                 memory[offset : offset + len(data)] = data
+                reach("adopting")
 
         while offsets:  # again when one was lost after the others had finished
             able = [a for a in addresses if a not in problems]

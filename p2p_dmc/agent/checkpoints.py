@@ -29,6 +29,7 @@ from p2p_dmc.core.adacomm import TauState
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec
 
 NAME = re.compile(r"\d{1,19}-\d{1,19}")
@@ -119,10 +120,12 @@ def write_checkpoint(
             "files": {f.name: file_digest(f).hex() for f in sorted(temporary.iterdir())},
         }
         write_json(temporary / "meta.json", meta | {"meta_digest": meta_digest(meta)})
+        reach("checkpointing")
         if final.exists():
             os.replace(final, replaced)
         os.replace(temporary, final)
         sync_folder(root)
+        reach("checkpointed")
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

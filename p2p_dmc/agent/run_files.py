@@ -13,6 +13,7 @@ from p2p_dmc.agent.home import write_json
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, Promises, ViewRef
 from p2p_dmc.errors import UserError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
 
 Fingerprint = tuple[tuple[str, str], ...]
@@ -53,6 +54,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
     """Durable before it returns: a promise is on disk before it is said."""
     promises = record.promises
     folder.mkdir(parents=True, exist_ok=True)
+    reach("promising")
     write_json(
         folder / "agreement.json",
         {
@@ -66,6 +68,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
             "boot": record.boot,
         },
     )
+    reach("promised")
 
 
 def load_record(folder: Path) -> RunRecord | None:

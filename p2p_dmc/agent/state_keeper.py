@@ -25,6 +25,7 @@ from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
 from p2p_dmc.core.adacomm import TauState
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import BulkRequest
 from p2p_dmc.wire.trainer_messages import ParameterSpec
 
@@ -131,6 +132,7 @@ class StateKeeper:
         held = self._recent.get(request.digest)
         if held is None:
             return None
+        reach("serving")
         if request.part == HEAD:
             head = encode_head(held)
             return len(head), head[request.offset : request.offset + request.size]

@@ -17,6 +17,7 @@ from p2p_dmc.core.adacomm import RoundFacts, TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import (
     Lease,
@@ -208,9 +209,11 @@ class Training:
         )
 
     def _say(self, header: RoundHeader) -> None:
+        reach("before-header")
         self._said_at_s = time.monotonic()
         self.barrier.say(header)
         self._tell(header)
+        reach("header-said")
         self.check_barrier()
 
     def _tell(self, header: RoundHeader, only: tuple[MemberId, ...] | None = None) -> None:
@@ -323,6 +326,7 @@ class Training:
         ref = StateRef(lineage=lineage, digest=state_digest(anchor_digest, ledger, tau))
         if not self.host.complete(ref):
             return False
+        reach("complete")
         before, tau_used = self.ledger, self.held.tau.tau
         given_up = self._given_up + ledger.given_up_since(before, (s for part in counted for s in part))
         self._given_up = ()
@@ -415,6 +419,7 @@ class Training:
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
             counted=[[s.shard, s.lo, s.hi] for part in counted for s in part],
+            weights=list(result.weights),
             skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
             speeds=list(self._speeds),
             tau_reason=self.held.tau.reason,
@@ -426,6 +431,7 @@ class Training:
         """From here on this view completes no round; what it holds is the run's again."""
         if not self.frozen:
             self.frozen, self.frozen_s = True, time.monotonic()
+            reach("proposing")
         self._reducing = None
 
 

@@ -10,6 +10,7 @@ from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement_messages import Lineage, View
 from p2p_dmc.core.ledger import Ledger, sample_permutation
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def local_mode(start: Lineage, *, honoured: bool, base: Lineage | None, in_fligh
 
 def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) -> ViewStarted:
     """The trainer's word of it."""
+    reach("opening")
     return ViewStarted(
         view_epoch=view.view_epoch,
         view_id=view.view_id,
@@ -68,6 +70,7 @@ def out_of_date(training: Training, data: DataService) -> str:
 
 def report_view(run: Run, view: View) -> None:
     """A view has been agreed."""
+    reach("installed")
     run.event(
         "view",
         view_epoch=view.view_epoch,

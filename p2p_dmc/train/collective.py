@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from p2p_dmc.errors import UserError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.train import sockets
 from p2p_dmc.train.rendezvous import AgentStore
 from p2p_dmc.wire.trainer_messages import StoreValue, ViewStarted
@@ -81,7 +82,9 @@ class ViewGroup:
                 raise CollectiveError(self._error or "the group was dropped")
             self._idle.clear()
         try:
-            group.allreduce([tensor]).wait()
+            under_way = group.allreduce([tensor])
+            reach("reducing")
+            under_way.wait()
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from None
         finally:

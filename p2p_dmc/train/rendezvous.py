@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import StoreGet, StoreSet
 
 ASK_AGAIN_S = 0.2
@@ -51,6 +52,7 @@ class AgentStore(dist.Store):
         wrapped = self._wrap(bytes(value))
         self.put(key, wrapped)
         self._send(StoreSet(view_id=self._view_id, key=key, value=wrapped))
+        reach("rendezvous")
 
     def get(self, key: str) -> bytes:
         self._await(key, WAIT_LIMIT_S)

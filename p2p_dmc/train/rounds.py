@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from p2p_dmc.errors import RunStopped, UserError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.train import state
 from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend, ring_bytes
 from p2p_dmc.train.leases import Leases
@@ -265,6 +266,7 @@ class Rounds:
         state.average(self._anchor, self._scratch, order.divisor, out=candidate)
         self._candidate = candidate
         moved = ring_bytes(self._flat.size * state.ITEM_BYTES, self.view.world) if order.divisor else 0
+        reach("reduced")
         self.send(
             tm.RoundResult(
                 view_epoch=order.view_epoch,
