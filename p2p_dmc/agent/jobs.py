@@ -299,6 +299,7 @@ class Jobs:
                 home=str(agent.home.root),
                 store_root=str(agent.home.store_root),
                 collective_host=job.run.services.collective_host(),
+                checkpoint_every_s=job.run.options.checkpoint_every_s,
             )
         )
 

@@ -42,6 +42,7 @@ def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) 
     return ViewStarted(
         view_epoch=view.view_epoch,
         view_id=view.view_id,
+        history=view.history,
         rank=view.members.index(run.me),
         world=len(view.members),
         next_round=view.start.lineage[1] + 1,

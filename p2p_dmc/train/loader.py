@@ -105,6 +105,7 @@ class Loader:
             outer="average",
         )
         self._rounds.start(ready, flat, optimizer.inner)
+        optimizer.keep_state(self._peer._run_folder, self._peer._welcome.checkpoint_every_s)
 
     def _next_positions(self, epoch: int) -> list[Position]:
         """A batch's worth of samples of this peer's; none when the epoch is over."""

@@ -52,9 +52,11 @@ def die_with_parent() -> None:
 
 
 def leave(code: int) -> None:
-    """End the process as ``sys.exit`` would, except that a collective that is stuck cannot hold it."""
+    """End the process as ``sys.exit`` would, except that a collective or a disk that is stuck cannot hold it."""
     stuck = [
-        thread for thread in threading.enumerate() if thread.name.startswith(("dmc-reap-", "dmc-group-"))
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("dmc-reap-", "dmc-group-", "dmc-inner-"))
     ]
     for thread in stuck:
         thread.join(REAP_WAIT_S)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.errors import UserError
+from p2p_dmc.train.inner_keeper import InnerKeeper
 from p2p_dmc.train.names import name_parameters
 from p2p_dmc.train.state import FlatParameters
 
@@ -48,7 +50,9 @@ class Optimizer(torch.optim.Optimizer):
 
     ``tau`` is a number of local steps, or an ``AdaComm``. ``model`` is only for the parameters' names in
     checkpoints (found by itself as a rule). The inner optimizer's state (momentum and the like) stays with
-    its peer and is kept from round to round. Parameters in its groups are shared; buffers (running
+    its peer, is kept from round to round, and is restored at the first batch when this peer's trainer starts
+    again in the same run (``inner_state`` says how); learning rate, momentum and betas are always the
+    script's own. Parameters in its groups are shared; buffers (running
     statistics) and parameters that are in no group are not.
     """
 
@@ -66,6 +70,8 @@ class Optimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._rounds = peer._rounds
         self._model = model
+        self._named: list[tuple[str, torch.Tensor]] = []
+        self._keeper: InnerKeeper | None = None
         self._adaptive = isinstance(tau, AdaComm)
         self.policy = tau.policy() if isinstance(tau, AdaComm) else _fixed(tau)
         peer._attach(self)
@@ -87,6 +93,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_loss(loss)
         self._rounds.count_step(loss)
         self._rounds.after_step()
+        if self._keeper is not None:
+            self._keeper.after_step()
         return loss
 
     def _check_loss(self, loss: Any) -> None:
@@ -101,7 +109,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def flatten(self) -> FlatParameters:
         """The shared parameters, in the groups' order."""
-        return FlatParameters(name_parameters(self._inner.param_groups, self._model))
+        self._named = name_parameters(self._inner.param_groups, self._model)
+        return FlatParameters(self._named)
+
+    def keep_state(self, folder: Path, every_s: float) -> None:
+        """Restore the inner optimizer's state that an earlier trainer left in ``folder``, and keep it there."""
+        self._keeper = InnerKeeper(self._inner, self._named, self._rounds, folder, every_s)
+        if not self._rounds.finished:
+            self._keeper.restore()
+
+    def end(self) -> None:
+        """Write the inner optimizer's state down for the last time; takes a few seconds at most."""
+        if self._keeper is not None:
+            self._keeper.close()
 
     @property
     def inner(self) -> torch.optim.Optimizer:

@@ -39,6 +39,7 @@ class Rounds:
         self.epoch = 0  # the ledger's
         self.finished = False
         self.final_path: str | None = None
+        self.lineage: tuple[int, int] | None = None  # of the last round that was complete here
         self.samples = 0  # consumed since the last complete round
         self.steps = 0
         self.ever_stepped = False
@@ -63,6 +64,11 @@ class Rounds:
     @property
     def started(self) -> bool:
         return self._flat is not None
+
+    @property
+    def history(self) -> bytes:
+        """Of the run; empty before the first view."""
+        return self.view.history if self.view is not None else b""
 
     def start(self, ready: tm.RunReady, flat: state.FlatParameters, inner: torch.optim.Optimizer) -> None:
         """Say RunReady and wait for the first view, whose anchor becomes the parameters (or for the run's
@@ -283,6 +289,7 @@ class Rounds:
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
             self._anchor = self._candidate
         self.tau, self.epoch = message.tau, message.epoch
+        self.lineage = (message.view_epoch, message.round)
         self._next_round = message.round + 1
         self.leases.end = None
         if message.reset:

@@ -97,6 +97,7 @@ class Peer:
             watch = threading.Thread(target=self._watch, args=(agent,), name="dmc-agent-watch", daemon=True)
             watch.start()
         self._rounds = Rounds(self._link, self._groups)
+        self._run = run
         self._optimizer: Optimizer | None = None
         self._loader: Loader | None = None
         hello = tm.TrainerHello(
@@ -153,7 +154,12 @@ class Peer:
         return Loader(self, data, batch_size, epochs, decode, seed, collate)
 
     def close(self) -> None:
-        """End the session with the agent."""
+        """End the session with the agent; the optimizer's state is on disk then."""
+        if self._optimizer is not None:
+            self._optimizer.end()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         self._send(tm.TrainerBye())
         self._groups.close()
         self._link.close()
@@ -164,7 +170,14 @@ class Peer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None or issubclass(kind, RunStopped) or self._rounds.finished:
+            self.close()
+        else:  # the script failed, perhaps in the middle of a step
+            self._hang_up()
+
+    @property
+    def _run_folder(self) -> Path:
+        return Path(self._welcome.home) / "runs" / self._run
 
     def _attach(self, optimizer: Optimizer) -> None:
         if self._optimizer is not None:

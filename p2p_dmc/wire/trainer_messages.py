@@ -173,6 +173,7 @@ class TrainerWelcome:
     home: str
     store_root: str
     collective_host: str  # address of this machine that gloo listens on
+    checkpoint_every_s: float
 
 
 @message
@@ -200,6 +201,7 @@ class ViewStarted:
 
     view_epoch: int
     view_id: bytes
+    history: bytes
     rank: int
     world: int
     next_round: int

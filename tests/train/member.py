@@ -19,6 +19,7 @@ def view(epoch: int, rank: int, world: int, timeout_ms: int) -> tm.ViewStarted:
     return tm.ViewStarted(
         view_epoch=epoch,
         view_id=b"view%d" % epoch,
+        history=b"",
         rank=rank,
         world=world,
         next_round=1,

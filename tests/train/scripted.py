@@ -43,6 +43,8 @@ class ScriptedAgent:
         shards = plan_shards(scan(source), max_shard_size=shard_bytes)
         self.manifest = write_shards(shards, self.store, name="numbers", mode="file", replicas=1, seed=0)
         self.environment = {tm.ENV_AGENT: f"ipc://{folder}/agent", tm.ENV_RUN: "test"}
+        self.checkpoint_every_s = 60.0
+        self.history = b"history of 16 by"
         self.view_epoch = 0
         self.round = 1
         self.parameters: tuple[tm.ParameterSpec, ...] = ()
@@ -118,6 +120,7 @@ class ScriptedAgent:
                 home=str(self.folder),
                 store_root=str(self.folder / "store"),
                 collective_host="127.0.0.1",
+                checkpoint_every_s=self.checkpoint_every_s,
             )
         )
         return hello
@@ -163,6 +166,7 @@ class ScriptedAgent:
             tm.ViewStarted(
                 view_epoch=self.view_epoch,
                 view_id=b"view%d" % self.view_epoch,
+                history=self.history,
                 rank=0,
                 world=world,
                 next_round=self.round,
