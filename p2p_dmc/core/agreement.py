@@ -40,12 +40,20 @@ class Agreement(AgreementMachine):
         """Goes into the next header: with it set in any header, everybody calls `at_barrier`."""
         if self.frozen or self.view is None or self._now < self._not_before_ms:
             return False
-        return bool(self._wanted or self._joiners() or self._cause())
+        return bool(self._wanted or self._joiners() or self._cause() or self.caught_up)
+
+    @property
+    def caught_up(self) -> bool:
+        """A learner that holds a state of its view now: the next view makes it a voter."""
+        return self.view is not None and self.me not in self.view.voters and not self.behind
 
     def waiting_for(self) -> str | None:
         """Why no round can be had, in plain words; None if nothing is in the way."""
         if self._withdrawn:
             return "this peer takes no part for now"
+        if self.left_out and self._last is not None and all(self._lost(v) for v in self._last.voters):
+            gone = ", ".join(self._last.ref.peers)
+            return f"whoever trained in view {self._last.view_epoch} is gone; waiting for {gone}"
         if self.left_out:
             return "a later view stands without this peer; it asks to join"
         if self._attempt is not None:
@@ -108,8 +116,8 @@ class Agreement(AgreementMachine):
         if self._withdrawn or not self.frozen:
             self._accepted = False
         elif self._attempt is None or self.left_out:
-            self._open(self._n + 1, peers, (), "founding or reopening")
-        elif self._attempt.grow(peers, (), self._now):
+            self._open(self._n + 1, peers, (), (self.me.peer_id,), "founding or reopening")
+        elif self._attempt.grow(peers, (), (self.me.peer_id,), self._now):
             self._say(self._attempt, "more peers to found with")
         return self._finish()
 
@@ -161,7 +169,7 @@ class Agreement(AgreementMachine):
             self._withdrawn = False
             self._book.promised.clear()
             if self._last is not None and not self.left_out:
-                self._open(self._n + 1, (), (), "back again")
+                self._open(self._n + 1, (), (), (), "back again")
         return self._finish()
 
     def wants_change(self, reason: str, now_ms: int, *, at_once: bool) -> Ready:
@@ -176,12 +184,12 @@ class Agreement(AgreementMachine):
         return self._finish()
 
     def at_barrier(self, now_ms: int) -> Ready:
-        """All members stand at a header barrier and one wants a change: everybody proposes."""
+        """All members stand at a header barrier and one wants a change: every voter proposes."""
         self._begin(now_ms)
-        if self.view is None or self.frozen:
+        if self.view is None or self.frozen or self.me not in self.view.voters:
             self._accepted = False
         else:
-            self._open(self._n + 1, self._joiners(), (), "agreed at the barrier")
+            self._open(self._n + 1, self._joiners(), (), (), "agreed at the barrier")
         return self._finish()
 
     def complete(self, state: StateRef, now_ms: int) -> Ready:
@@ -189,7 +197,7 @@ class Agreement(AgreementMachine):
         self._begin(now_ms)
         view = self.view
         expected = None if view is None else (view.view_epoch, self.completed.lineage[1] + 1)
-        if view is None or self.frozen or self._behind or state.lineage != expected:
+        if view is None or self.frozen or self.behind or state.lineage != expected:
             self._accepted = False
             self._note(f"round {state.lineage} is refused: expected {expected}, frozen {self.frozen}")
             return self._finish()
@@ -220,7 +228,7 @@ class Agreement(AgreementMachine):
         self.committed_lineage = max(self.committed_lineage, lineage)
 
     def adopted(self, state: StateRef, now_ms: int) -> Ready:
-        """The view's start state, or a newer one of this view, is held and verified.
+        """The view's start state, or a newer one of this view (a learner's), is held and verified.
 
         Refused while frozen, for what was said is final; then it is said in the next attempt (keep it).
         """
@@ -232,7 +240,7 @@ class Agreement(AgreementMachine):
             if known and state.lineage > self.completed.lineage:
                 self._late = state
                 self._hasten()
-        elif self._behind and (state == view.start or state.lineage[0] == view.view_epoch):
+        elif self.behind and (state == view.start or state.lineage[0] == view.view_epoch):
             self._adopt(state)
         else:
             self._accepted = False
@@ -265,7 +273,7 @@ class Agreement(AgreementMachine):
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._base = self._known = self._disk_base = self._disk_known = None
         self._pending.clear()
-        self.committed_lineage, self._behind, self._persist = (0, 0), False, True
+        self.committed_lineage, self.behind, self._persist = (0, 0), False, True
         return self._finish()
 
     def check_invariants(self) -> None:

@@ -18,7 +18,7 @@ from p2p_dmc.core.agreement_messages import (
 class Attempt:
     """Attempt n: the sets as this peer says them, and what everybody said last.
 
-    Invariant: `candidates` and `stopped` only grow.
+    Invariant: `candidates`, `stopped` and `voters` only grow.
     """
 
     def __init__(self, *, n: int, content: Propose, now_ms: int) -> None:
@@ -27,6 +27,7 @@ class Attempt:
         """This peer's word, whose sets are replaced as they grow and whose content is fixed."""
         self.candidates: set[str] = set()
         self.stopped: set[str] = set()
+        self.voters: set[str] = set()
         self.words: dict[str, Propose] = {}
         self.since_ms: dict[str, int] = {}
         """When each candidate was first asked."""
@@ -36,29 +37,41 @@ class Attempt:
         self.judged: tuple[Propose, ...] = ()
         """The words of the last decision, which was no."""
 
-    def grow(self, candidates: Iterable[str], stopped: Iterable[str], now_ms: int) -> bool:
-        """Take the union; True if it is more than before. Only candidates can be stopped."""
-        before = len(self.candidates), len(self.stopped)
+    def grow(
+        self, candidates: Iterable[str], stopped: Iterable[str], voters: Iterable[str], now_ms: int
+    ) -> bool:
+        """Take the union; True if it is more than before. Only candidates can be stopped, or vote."""
+        before = self._size
         self.candidates |= set(candidates)
         self.stopped |= set(stopped) & self.candidates
+        self.voters |= set(voters) & self.candidates
         for peer in self.candidates:
             self.since_ms.setdefault(peer, now_ms)
-        return (len(self.candidates), len(self.stopped)) != before
+        return self._size != before
 
     @property
-    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return tuple(sorted(self.candidates)), tuple(sorted(self.stopped))
+    def _size(self) -> int:
+        return len(self.candidates) + len(self.stopped) + len(self.voters)
+
+    @property
+    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        return tuple(sorted(self.candidates)), tuple(sorted(self.stopped)), tuple(sorted(self.voters))
 
     @property
     def members(self) -> tuple[str, ...]:
         """C = A - D, sorted."""
         return tuple(sorted(self.candidates - self.stopped))
 
+    @property
+    def voting(self) -> tuple[str, ...]:
+        """V - D, sorted."""
+        return tuple(sorted(self.voters - self.stopped))
+
     def hear(self, word: Propose) -> None:
         """Keep the last word of each peer: of one incarnation, the one with the larger sets."""
         old = self.words.get(word.sender.peer_id)
         if old is not None and old.sender == word.sender:
-            if len(old.candidates) + len(old.stopped) > len(word.candidates) + len(word.stopped):
+            if sum(map(len, old.sets)) > sum(map(len, word.sets)):
                 return
             if old.installed:
                 return

@@ -48,6 +48,8 @@ class AgreementMachine(AgreementState):
 
     def _consider_change(self) -> None:
         view, cause = self.view, self._cause()
+        if view is not None and self.me not in view.voters and all(self._lost(v) for v in view.voters):
+            self._abandon(view)
         if view is None or cause is None or self._now < self._not_before_ms:
             return
         if self._now >= self._cause_resend_ms:
@@ -57,12 +59,17 @@ class AgreementMachine(AgreementState):
                 self._send(peer, message)
             self._note(f"sees cause to leave view {view.view_epoch}: {cause}")
         if self._enough_causes(view):
-            self._open(self._n + 1, {*view.peers, *self._joiners()}, (), cause)
+            self._open(self._n + 1, {*view.peers, *self._joiners()}, (), (), cause)
 
     # -- an attempt ------------------------------------------------------------------------------
 
-    def _open(self, n: int, candidates: Iterable[str], stopped: Iterable[str], why: str) -> None:
-        """Freeze and say the first word of attempt n. What it says of this peer is fixed here."""
+    def _open(
+        self, n: int, candidates: Iterable[str], stopped: Iterable[str], voters: Iterable[str], why: str
+    ) -> None:
+        """Freeze and say the first word of attempt n. What it says of this peer is fixed here.
+
+        The voters of the last view vote again, and those named. A joiner is not among them until it caught up.
+        """
         self._freeze()
         self._take_strike()
         if self._late is not None and self._late.lineage > self.completed.lineage:
@@ -76,6 +83,7 @@ class AgreementMachine(AgreementState):
             sender=self.me,
             candidates=(self.me.peer_id,),
             stopped=(),
+            voters=(),
             completed=self.completed,
             base=self._base,
             known=self._known,
@@ -91,18 +99,16 @@ class AgreementMachine(AgreementState):
         self._attempt, self._decision = attempt, None
         everybody = {self.me.peer_id, *self._last_peers(), *candidates}
         gone = {peer for peer in everybody if peer != self.me.peer_id and self._book.gone(peer)}
-        attempt.grow(everybody, {*stopped, *gone}, self._now)
+        remembered = [v for v in self._last.voters if not self._book.superseded(v)] if self._last else []
+        attempt.grow(everybody, {*stopped, *gone}, {*voters, *(v.peer_id for v in remembered)}, self._now)
         self._say(attempt, why)
 
     def _say(self, attempt: Attempt, why: str) -> None:
         """Say the sets as they are now. On disk first: somebody may install them."""
-        candidates, stopped = attempt.sets
-        self._pending.add(
-            said_set(
-                attempt.n,
-                (self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.members),
-            )
-        )
+        candidates, stopped, voters = attempt.sets
+        voting = [self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.voting]
+        if voting:  # without, nobody can install it
+            self._pending.add(said_set(attempt.n, voting))
         self.promise_version += 1
         self._persist = True
         records = self._book.records
@@ -110,6 +116,7 @@ class AgreementMachine(AgreementState):
             attempt.content,
             candidates=candidates,
             stopped=stopped,
+            voters=voters,
             pending=tuple(sorted(self._pending)),
             seen=tuple(records[member] for member in sorted(records)),
             version=self.promise_version,
@@ -119,8 +126,10 @@ class AgreementMachine(AgreementState):
         attempt.resend_at_ms = self._now + attempt.resend_gap_ms
         for peer in candidates:
             self._send(peer, word)
+        learners = "+".join(peer for peer in attempt.members if peer not in voters)
         self._note(
-            f"proposes {attempt.n} {'+'.join(attempt.members)} without {'+'.join(stopped) or 'none'}: {why}"
+            f"proposes {attempt.n} {'+'.join(attempt.voting)}{f' teaching {learners}' if learners else ''} "
+            f"without {'+'.join(stopped) or 'none'}: {why}"
         )
 
     def _advance(self, attempt: Attempt) -> None:
@@ -129,14 +138,14 @@ class AgreementMachine(AgreementState):
         stopped = {peer for peer in attempt.members if peer != me and self._book.gone(peer)}
         stopped |= self._silent(attempt)
         refused = self._decision is not None and not self._decision.holds
-        if attempt.grow(self._joiners() if refused else (), stopped, self._now):
+        if attempt.grow(self._joiners() if refused else (), stopped, (), self._now):
             self._say(attempt, "the sets grew")
         words = attempt.agreed()
         if words is not None and words != attempt.judged:
             self._judge(attempt, words)
         if self._attempt is not attempt:
             return
-        if self._now >= attempt.replace_at_ms:
+        if self._now >= attempt.replace_at_ms and me in attempt.voters:
             self._replace_if_stuck(attempt)
         elif self._now >= attempt.resend_at_ms:
             attempt.resend_gap_ms = min(self._settings.resend_max_ms, 2 * attempt.resend_gap_ms)
@@ -187,7 +196,8 @@ class AgreementMachine(AgreementState):
             names = {
                 peer for peer in attempt.candidates if self._protected(peer) or not self._book.gone(peer)
             }
-            self._open(self._n + 1, names | set(self._joiners()), (), f"attempt {attempt.n} is stuck")
+            voters = attempt.voters & names
+            self._open(self._n + 1, names | set(self._joiners()), (), voters, f"attempt {attempt.n} is stuck")
 
     def _welcome(self, peer_id: str) -> bool:
         """Worth another attempt: needed, or asking."""
@@ -208,6 +218,7 @@ class AgreementMachine(AgreementState):
             view_epoch=words[0].n,
             view_id=identity,
             members=tuple(word.sender for word in words),
+            voters=tuple(word.sender for word in words if word.sender.peer_id in word.voting),
             start=decision.start,
             holders=tuple(word.sender for word in words if word.completed == decision.start),
             payloads=tuple(word.payload for word in words),
@@ -217,14 +228,15 @@ class AgreementMachine(AgreementState):
             self._pending.clear()
             self._base = self._disk_base = self._disk_known = None
         self._known = None if decision.thin else decision.known
-        said = {ref for ref in self._pending if ref.view_epoch == view.view_epoch and ref.peers == view.peers}
-        self._pending = (self._pending - said) | {view.ref}  # by now all incarnations are known
+        ref = view.ref
+        said = {p for p in self._pending if p.view_epoch == ref.view_epoch and p.peers == ref.peers}
+        self._pending = (self._pending - said) | {ref}  # by now all incarnations are known
         self.history, self._courted, self._persist = view.history, b"", True
-        self._last, self.view, self._installed, self._installed_ms = view.ref, view, view, self._now
+        self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
         self._word = replace(self._attempt.words[self.me.peer_id], installed=True) if self._attempt else None
         self._attempt, self._decision = None, None
         self.frozen = self.left_out = False
-        self._behind = self.completed != view.start
+        self.behind = self.completed != view.start
         if self._late == view.start:
             self._adopt(view.start)
         self._late = None
@@ -234,12 +246,23 @@ class AgreementMachine(AgreementState):
         self._raises = 0
         for peer in view.peers:
             self._book.joiners.pop(peer, None)
-        self._note(f"installed view {view.view_epoch} {'+'.join(view.peers)} from {view.start.lineage}")
+        names = "+".join(ref.peers)
+        learners = "+".join(member.peer_id for member in view.learners)
+        self._note(
+            f"installed view {view.view_epoch} {names}{f' teaching {learners}' if learners else ''} "
+            f"from {view.start.lineage}"
+        )
 
     def _adopt(self, state: StateRef) -> None:
-        self.completed, self._behind = state, False
+        self.completed, self.behind = state, False
         if self.view is not None and state.lineage[0] == self.view.view_epoch:
             self._known = self.view.ref
+
+    def _abandon(self, view: View) -> None:
+        """A learner whose voters are all gone: what comes after them is not this peer's to propose."""
+        self._freeze()
+        self.view, self._word, self.left_out = None, None, True
+        self._note(f"leaves view {view.view_epoch}, whose voters are gone")
 
     def _leave(self, word: Propose) -> None:
         """A later view stands without this peer."""
@@ -279,7 +302,7 @@ class AgreementMachine(AgreementState):
             self._on_propose_frozen(word)
 
     def _on_propose_standing(self, word: Propose, view: View) -> None:
-        voter = word.sender in view.members
+        voter = word.sender in view.voters
         mine = self._word
         inside = self.me.peer_id in word.members
         if word.installed and (word.n > view.view_epoch or (word.n == view.view_epoch and not inside)):
@@ -320,9 +343,16 @@ class AgreementMachine(AgreementState):
     def _follow(self, word: Propose) -> None:
         """Move to a greater n that somebody else said."""
         self._court(word)
-        self._open(word.n, word.candidates, self._admissible(word), f"{word.sender.peer_id} says so")
+        voters = {*word.voters, self.me.peer_id} if self._may_vote(word) else word.voters
+        self._open(word.n, word.candidates, self._admissible(word), voters, f"{word.sender.peer_id} says so")
         if self._attempt is not None:
             self._attempt.hear(word)
+
+    def _may_vote(self, word: Propose) -> bool:
+        """A newcomer among those who found, or somebody who is not behind whoever proposes: nobody waits for it."""
+        if not self.history:
+            return not word.history
+        return word.history in (b"", self.history) and self.completed.lineage >= word.completed.lineage
 
     def _court(self, word: Propose) -> None:
         """A newcomer remembers which history it was asked to join."""
@@ -332,7 +362,7 @@ class AgreementMachine(AgreementState):
     def _merge(self, attempt: Attempt, word: Propose) -> None:
         self._court(word)
         attempt.hear(word)
-        if attempt.grow(word.candidates, self._admissible(word), self._now):
+        if attempt.grow(word.candidates, self._admissible(word), word.voters, self._now):
             self._say(attempt, f"with {word.sender.peer_id}")
         elif word.asks:
             self._send(word.sender.peer_id, attempt.words[self.me.peer_id])
@@ -355,7 +385,7 @@ class AgreementMachine(AgreementState):
         if not self._fenced(message.sender, message.history):
             return
         view = self.view
-        if view is not None and message.view_epoch == view.view_epoch and message.sender in view.members:
+        if view is not None and message.view_epoch == view.view_epoch and message.sender in view.voters:
             self._causes[message.sender] = self._now
         elif view is not None and message.view_epoch <= view.view_epoch and self._word is not None:
             self._send(message.sender.peer_id, self._word)
@@ -364,10 +394,11 @@ class AgreementMachine(AgreementState):
         attempt = self._attempt
         if not self._fenced(message.sender, b"") or attempt is None or self.left_out:
             return
+        if self.me.peer_id not in attempt.voters:
+            return
         if message.n >= attempt.n and message.sender.peer_id in attempt.members:
-            self._open(
-                message.n + 1, attempt.candidates, (), f"{message.sender.peer_id} has said {message.n}"
-            )
+            why = f"{message.sender.peer_id} has said {message.n}"
+            self._open(message.n + 1, attempt.candidates, (), attempt.voters, why)
 
     def _on_withdrawn(self, stopped: Stopped) -> None:
         self._accepted = self._book.withdraw(stopped)

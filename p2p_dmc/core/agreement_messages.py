@@ -85,7 +85,7 @@ class StateRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ViewRef:
-    """A view as far as counting its votes is concerned."""
+    """A view as far as counting its votes is concerned: its members here are its voters."""
 
     view_epoch: int
     members: tuple[MemberId, ...]
@@ -145,9 +145,9 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """A word: what one peer says in attempt `n` about the sets (A, D).
+    """A word: what one peer says in attempt `n` about the sets (A, D, V).
 
-    Its content is fixed at the first word of n, and there is one word per (sender, n, A, D): repeated, it is
+    Its content is fixed at the first word of n, and there is one word per (sender, n, A, D, V): repeated, it is
     the same but for `installed` and `asks`.
     """
 
@@ -158,6 +158,8 @@ class Propose:
     """A: peer ids, sorted; the sender is among them."""
     stopped: tuple[str, ...]
     """D: peer ids of A that are not to be in the view, sorted."""
+    voters: tuple[str, ...]
+    """V: peer ids of A that vote in the view if they are in it, sorted. The others of A only learn."""
     completed: StateRef
     """The greatest state the sender holds and verified. Final: it froze before it said so."""
     base: ViewRef | None
@@ -184,22 +186,30 @@ class Propose:
             _require_number(number, name)
         _require_sorted(self.candidates, "candidates")
         _require_sorted(self.stopped, "stopped")
+        _require_sorted(self.voters, "voters")
         _require(self.sender.peer_id in self.candidates, "the sender is not a candidate of its own proposal")
         _require(self.sender.peer_id not in self.stopped, "the sender proposes to leave itself out")
         _require(set(self.stopped) <= set(self.candidates), "stopped peers that were never candidates")
+        _require(set(self.voters) <= set(self.candidates), "voters that were never candidates")
         _require(len(self.pending) <= PENDING_MAX, f"{len(self.pending)} pending views are too many")
         _require(len(self.seen) <= MEMBERS_MAX, f"{len(self.seen)} stopped members are too many")
         _require(len(self.payload) <= PAYLOAD_MAX_BYTES, f"payload of {len(self.payload)} bytes is too large")
 
     @property
-    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.candidates, self.stopped
+    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        return self.candidates, self.stopped, self.voters
 
     @property
     def members(self) -> tuple[str, ...]:
         """C = A - D, sorted."""
         stopped = set(self.stopped)
         return tuple(peer for peer in self.candidates if peer not in stopped)
+
+    @property
+    def voting(self) -> tuple[str, ...]:
+        """V - D: those that vote in the view which these sets make."""
+        stopped = set(self.stopped)
+        return tuple(peer for peer in self.voters if peer not in stopped)
 
     def digest(self) -> bytes:
         """Of everything that is the same each time the word is said."""
@@ -280,9 +290,11 @@ class View:
     view_id: bytes
     """16 bytes, the hash of all its members' proposals."""
     members: tuple[MemberId, ...]
-    """Ring order."""
+    """Voters and learners in ring order: all of them take part in every reduction."""
+    voters: tuple[MemberId, ...]
+    """Those that vote, train and complete rounds, in ring order. The other members are learners."""
     start: StateRef
-    """The greatest completed state among the members; whoever is behind adopts it before it contributes."""
+    """The greatest completed state among the members; a voter that is behind adopts it before the first round."""
     holders: tuple[MemberId, ...]
     """The members that have it already."""
     payloads: tuple[bytes, ...]
@@ -292,7 +304,13 @@ class View:
 
     @property
     def ref(self) -> ViewRef:
-        return ViewRef(view_epoch=self.view_epoch, members=self.members)
+        """The view as its votes are counted: without its learners."""
+        return ViewRef(view_epoch=self.view_epoch, members=self.voters)
+
+    @property
+    def learners(self) -> tuple[MemberId, ...]:
+        """Joiners that hold no state of this view yet: they reduce with weight zero, and nobody waits for them."""
+        return tuple(member for member in self.members if member not in self.voters)
 
     @property
     def peers(self) -> tuple[str, ...]:

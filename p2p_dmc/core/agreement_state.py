@@ -17,7 +17,6 @@ from p2p_dmc.core.agreement_messages import (
     StateRef,
     Stopped,
     View,
-    ViewRef,
 )
 from p2p_dmc.core.quorum import Decision, Quorum
 
@@ -59,10 +58,10 @@ class AgreementState:
         self._known = self._disk_known = promises.known
         self._pending = set(promises.pending)
         self._vote_floor = 0
-        self._last: ViewRef | None = None
+        self._last: View | None = None
         """The view last installed in this life."""
-        self._behind = False
-        """The view's start state is not adopted yet."""
+        self.behind = False
+        """The view's start state is not adopted yet: no round can be completed here. A learner begins so."""
         self._late: StateRef | None = None
         """Adopted while frozen: said in the next attempt."""
         self._withdrawn = False
@@ -125,9 +124,9 @@ class AgreementState:
         return member != self.me and (self._book.superseded(member) or self._book.gone(member.peer_id))
 
     def _cause(self) -> str | None:
-        """This peer's own reason to leave the standing view, now."""
+        """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
         view = self.view
-        if view is None:
+        if view is None or self.me not in view.voters:
             return None
         lost = [member.peer_id for member in view.members if self._lost(member)]
         if lost:
@@ -140,9 +139,9 @@ class AgreementState:
         """The pre-vote: counted as the quorum is, but on this peer's own knowledge."""
         oldest = self._now - self._settings.cause_ttl_ms
         causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
-        votes = [member for member in view.members if member in causes and not self._lost(member)]
-        counted = [member for member in view.members if member in votes or not self._uncounted(member, view)]
-        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.members[0] in votes)
+        votes = [member for member in view.voters if member in causes and not self._lost(member)]
+        counted = [member for member in view.voters if member in votes or not self._uncounted(member, view)]
+        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
 
     def _uncounted(self, member: MemberId, view: View) -> bool:
         if self._book.superseded(member) or (self._quorum is Quorum.ANY and self._lost(member)):
@@ -190,7 +189,8 @@ class AgreementState:
         return gap_ms // 2 + self._rng.randrange(gap_ms + 1)
 
     def _protected(self, peer_id: str) -> bool:
-        return self._last is not None and self._book.member(peer_id) in self._last.members
+        """A voter of the last view: nobody drops it for silence or on hearsay."""
+        return self._last is not None and self._book.member(peer_id) in self._last.voters
 
     def _farewell(self) -> Stopped:
         return Stopped(
@@ -212,5 +212,6 @@ class AgreementState:
 
     def _prune(self) -> None:
         """Forget what concerns no view of interest any more."""
-        views = [self._base, self._known, self._last, *self._pending]
+        last = self._last.ref if self._last is not None else None
+        views = [self._base, self._known, last, *self._pending]
         self._book.forget_all_but({member for view in views if view is not None for member in view.members})

@@ -58,12 +58,16 @@ class Decision:
     lacking: tuple[Count, ...] = ()
     absent: tuple[str, ...] = ()
     """Peers that may have a state which nobody present has."""
+    voters: int = 1
+    """How many of the candidates would vote in the view; with none it does not hold."""
     strangers: bool = False
     """Nobody present has been in a view of this history: all were about to join, and know nothing of it."""
 
     def describe(self) -> str:
         """Why it does not hold, for people."""
         reasons = list(dict.fromkeys(count.describe() for count in self.lacking))
+        if not self.voters:
+            reasons.append("nobody here holds what this run has trained, or voted in its last view")
         if self.strangers:
             reasons.append("nobody here has been in a view of this run before")
         if self.absent:
@@ -143,7 +147,7 @@ def decide(words: Sequence[Propose], quorum: Quorum) -> Decision:
         if decision.holds:
             break
         decision = judge(words, records)
-    if decision.holds or decision.strangers or quorum is not Quorum.ANY:
+    if decision.holds or decision.strangers or not decision.voters or quorum is not Quorum.ANY:
         return decision
     return Decision(holds=True, start=decision.start, known=decision.known, thin=True)
 
@@ -158,12 +162,14 @@ def judge(words: Sequence[Propose], records: Collection[Stopped]) -> Decision:
     needed = views_to_hold(words, records, passed, top)
     counts = [count_votes(view, present, accounted_for(view, words, records)) for view in needed]
     lacking = tuple(count for count in counts if not count.holds)
+    voters = len(words[0].voting)
     return Decision(
-        holds=not (lacking or absent or are_strangers(words)),
+        holds=not (lacking or absent or are_strangers(words)) and voters > 0,
         start=start,
         known=origin(words, start),
         lacking=lacking,
         absent=tuple(sorted(absent)),
+        voters=voters,
         strangers=are_strangers(words),
     )
 
@@ -202,7 +208,7 @@ def views_to_hold(
     since = top.view_epoch if top is not None else 0
     promised = {view for word in words for view in word.pending}
     promised |= {view for record in records for view in record.pending}
-    here = tuple(sorted(word.sender for word in words))
+    here = tuple(sorted(word.sender for word in words if word.sender.peer_id in word.voting))
     joint = {view for view in promised if view.view_epoch > since and view.members != here}
     return sorted({*passed, *([top] if top is not None else []), *joint})
 

@@ -103,14 +103,16 @@ def view_of(
     view_epoch: int = 1,
     start: tuple[int, int] = (0, 0),
     members: Sequence[int] | None = None,
+    learners: Sequence[int] = (),
 ) -> View:
-    """A view of peers 1, 2, ... with these payloads."""
+    """A view of peers 1, 2, ... with these payloads, those of ``learners`` as learners."""
     ids = tuple(member(i) for i in (members if members is not None else range(1, len(payloads) + 1)))
     return View(
         history=b"h" * 16,
         view_epoch=view_epoch,
         view_id=VIEW_ID,
         members=ids,
+        voters=tuple(m for m in ids if m not in [member(i) for i in learners]),
         start=StateRef(lineage=start, digest=b"s" * 16),
         holders=ids,
         payloads=tuple(encode_payload(p) for p in payloads),

@@ -157,7 +157,7 @@ class World:
 
     def enter(self, host: Host) -> None:
         core = host.core
-        if core is None or core.frozen or core.view is None or host.entry or core._behind:
+        if core is None or core.frozen or core.view is None or host.entry or core.behind:
             return
         host.entry = Entry(core.view, core.completed.lineage[1] + 1, core.completed)
         key = core.view.view_id, host.entry.round_number
@@ -169,7 +169,7 @@ class World:
             return
         view = entry.view
         got = self.entered[view.view_id, entry.round_number]
-        if set(got) != set(view.members):
+        if not set(got) >= set(view.voters):  # learners enter with whatever they have, or with nothing
             return
         if len(set(got.values())) != 1:
             raise Violation(f"one round was entered from different states: {got}")
@@ -182,7 +182,7 @@ class World:
                 self.act(host, lambda core: core.checkpointed(entry.state.lineage, self.now))
                 if host.core is None:
                     return
-        longer = (*chain, ((view.view_epoch, entry.round_number), view.peers))
+        longer = (*chain, ((view.view_epoch, entry.round_number), view.ref.peers))
         digest = hashlib.blake2b(repr((longer, view.history)).encode(), digest_size=16).digest()
         self.chains[digest] = longer
         state = StateRef(lineage=longer[-1][0], digest=digest)
@@ -195,7 +195,7 @@ class World:
 
     def commit(self, view: View, chain: Chain) -> None:
         """Everybody in the view has it. No other committed history may still be remembered."""
-        fact = view.history, chain, view.members
+        fact = view.history, chain, view.voters
         if fact in self.commits:
             return
         for history, other, members in self.commits:
@@ -203,7 +203,7 @@ class World:
                 continue
             short, long = sorted((chain, other), key=len)
             differ = long[: len(short)] != short
-            if differ and self.remembered(other, members) and self.remembered(chain, view.members):
+            if differ and self.remembered(other, members) and self.remembered(chain, view.voters):
                 raise Violation(f"two remembered histories: ...{chain[-2:]} and ...{other[-2:]}")
         self.commits.append(fact)
 
@@ -222,11 +222,17 @@ class World:
         if core is None or not views:
             return
         view = max(views, key=lambda view: view.view_epoch)
-        if core.completed.lineage >= view.start.lineage > (0, 0) or (core.frozen and not frozen_too):
+        if core.completed.lineage >= view.start.lineage > (0, 0) and not core.behind:
             return
-        if any(view.start in other.held for other in [host, *self.reachable(host)]):
-            host.held.add(view.start)
-            self.act(host, lambda core: core.adopted(view.start, self.now))
+        if core.frozen and not frozen_too:
+            return
+        states = {view.start}
+        if host.member not in view.voters:  # it replays the rounds that it took part in
+            states |= {s for other in self.live() for s in other.held if s.lineage[0] == view.view_epoch}
+        state = self.r.choice(sorted(states, key=lambda state: state.lineage))
+        if any(state in other.held for other in [host, *self.reachable(host)]):
+            host.held.add(state)
+            self.act(host, lambda core: core.adopted(state, self.now))
 
     # -- membership ------------------------------------------------------------------------------
 
@@ -306,9 +312,11 @@ class World:
         view = host.core.view if host.core is not None else None
         if view is None:
             return
-        hosts = [self.hosts[peer] for peer in view.peers]
+        hosts = [self.hosts[member.peer_id] for member in view.voters]
         cores = [host.core for host in hosts if host.core is not None and host.core.view == view]
-        if len(cores) == len(hosts) and any(core.change_wanted for core in cores):
+        learners = [self.hosts[member.peer_id] for member in view.learners]
+        asking = [one.core for one in learners if one.core is not None and one.core.view == view]
+        if len(cores) == len(hosts) and any(core.change_wanted for core in [*cores, *asking]):
             for other in hosts:
                 if other.core is not None and (self.r.random() < 0.9 or not self.lossy):
                     self.act(other, lambda core: core.at_barrier(self.now))
@@ -405,7 +413,7 @@ class World:
             core._begin(self.now)
             if not core._withdrawn and core.history:
                 core._open(
-                    core._n + 1, [other.peer_id for other in self.reachable(host)], (), "for no reason"
+                    core._n + 1, [other.peer_id for other in self.reachable(host)], (), (), "for no reason"
                 )
             return core._finish()
 
@@ -457,7 +465,7 @@ class World:
 
     def settled_rounds(self, host: Host) -> int | None:
         view = host.core.view if host.core is not None else None
-        if view is None or set(view.peers) != set(self.hosts):
+        if view is None or {member.peer_id for member in view.voters} != set(self.hosts):
             return None
         return host.core.completed.lineage[1]  # type: ignore[union-attr]
 
@@ -493,7 +501,10 @@ class World:
                 self.repeat_header(host)
         if turn % 100 == 0 and not any(host.core.view for host in self.live() if host.core):
             stuck = [
-                host for host in self.live() if host.core and (host.core.left_out or not host.core._attempt)
+                host
+                for host in self.live()
+                if host.core
+                and (host.core.left_out or host.peer_id not in getattr(host.core._attempt, "voters", ()))
             ]
             for host in stuck:
                 self.reopen(host)

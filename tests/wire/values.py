@@ -91,10 +91,12 @@ def _proposals() -> st.SearchStrategy[Propose]:
         others = draw(st.lists(PEER_IDS, max_size=3, unique=True))
         candidates = tuple(sorted({sender.peer_id, *others}))
         stopped = tuple(p for p in candidates if p != sender.peer_id and draw(st.booleans()))
+        voters = tuple(p for p in candidates if draw(st.booleans()))
         given = {
             "sender": st.just(sender),
             "candidates": st.just(candidates),
             "stopped": st.just(stopped),
+            "voters": st.just(voters),
         }
         return Propose(**{name: draw(value) for name, value in _fields_of(Propose, **given).items()})
 
