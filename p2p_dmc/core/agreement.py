@@ -52,8 +52,8 @@ class Agreement(AgreementMachine):
         if self._withdrawn:
             return "this peer takes no part for now"
         if self.left_out and self._last is not None and all(self._lost(v) for v in self._last.voters):
-            gone = ", ".join(self._last.ref.peers)
-            return f"whoever trained in view {self._last.view_epoch} is gone; waiting for {gone}"
+            trained = ", ".join(self._last.ref.peers)
+            return f"whoever trained in view {self._last.view_epoch} is gone; waiting for {trained}"
         if self.left_out:
             return "a later view stands without this peer; it asks to join"
         if self._attempt is not None:
