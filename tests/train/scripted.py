@@ -43,6 +43,7 @@ class ScriptedAgent:
         shards = plan_shards(scan(source), max_shard_size=shard_bytes)
         self.manifest = write_shards(shards, self.store, name="numbers", mode="file", replicas=1, seed=0)
         self.environment = {tm.ENV_AGENT: f"ipc://{folder}/agent", tm.ENV_RUN: "test"}
+        self.home = folder
         self.checkpoint_every_s = 60.0
         self.history = b"history of 16 by"
         self.view_epoch = 0
@@ -117,7 +118,7 @@ class ScriptedAgent:
             tm.TrainerWelcome(
                 peer_id="p1",
                 name="one",
-                home=str(self.folder),
+                home=str(self.home),
                 store_root=str(self.folder / "store"),
                 collective_host="127.0.0.1",
                 checkpoint_every_s=self.checkpoint_every_s,
