@@ -12,13 +12,16 @@ from p2p_dmc.wire.messages import RoundHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierResult:
-    """All members' headers of one round, in ring order."""
+    """All members' headers of one round, in ring order. Of a learner's only the flags mean anything."""
 
     headers: tuple[RoundHeader, ...]
+    voting: tuple[bool, ...]
 
     @property
     def weights(self) -> tuple[int, ...]:
-        return tuple(h.samples if h.finite else 0 for h in self.headers)
+        return tuple(
+            h.samples if h.finite and votes else 0 for h, votes in zip(self.headers, self.voting, strict=True)
+        )
 
     @property
     def change(self) -> bool:
@@ -30,13 +33,23 @@ class BarrierResult:
 
     @property
     def final(self) -> bool:
-        return all(h.final for h in self.headers)
+        return all(h.final for h, votes in zip(self.headers, self.voting, strict=True) if votes)
+
+    def common(self) -> tuple[bytes, bytes]:
+        """Digest of the state that the round starts from, and payload specification: most voters'."""
+        said = Counter(
+            (h.digest, h.payload_spec) for h, votes in zip(self.headers, self.voting, strict=True) if votes
+        )
+        return max(said.items(), key=lambda item: (item[1], item[0]))[0]
 
     def odd_ones(self) -> tuple[int, ...]:
-        """Members whose digest or payload specification is not the majority's."""
-        said = [(h.digest, h.payload_spec) for h in self.headers]
-        common = max(Counter(said).items(), key=lambda item: (item[1], item[0]))[0]
-        return tuple(i for i, pair in enumerate(said) if pair != common)
+        """Members whose digest (a learner has none to say) or payload specification is not the majority's."""
+        digest, spec = self.common()
+        return tuple(
+            i
+            for i, (h, votes) in enumerate(zip(self.headers, self.voting, strict=True))
+            if h.payload_spec != spec or (votes and h.digest != digest)
+        )
 
 
 class Barrier:
@@ -45,6 +58,7 @@ class Barrier:
     def __init__(self, view: View, me: MemberId) -> None:
         self.view = view
         self.me = view.members.index(me)
+        self._voting = tuple(m in view.voters for m in view.members)
         self.round = view.start.lineage[1] + 1
         """Rounds count through a whole history; the view epoch tells two of one number apart."""
         self._said: dict[int, dict[int, RoundHeader]] = {self.round: {}, self.round + 1: {}}
@@ -86,7 +100,8 @@ class Barrier:
         said = self._said[self.round]
         if len(said) < len(self.view.members):
             return None
-        return BarrierResult(headers=tuple(said[i] for i in range(len(self.view.members))))
+        headers = tuple(said[i] for i in range(len(self.view.members)))
+        return BarrierResult(headers=headers, voting=self._voting)
 
     def heard(self) -> Sequence[int]:
         return sorted(self._said[self.round])

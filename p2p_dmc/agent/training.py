@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from p2p_dmc.agent.barrier import Barrier, BarrierResult
+from p2p_dmc.agent.course import Course, Outcome
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import Work, decode_payload
-from p2p_dmc.core import adacomm
-from p2p_dmc.core.adacomm import RoundFacts, TauPolicy
+from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
@@ -88,10 +88,7 @@ class Training:
         self.host = host
         self.view = view
         self.held = held
-        self.ledger = ledger
-        """Invariant: held.ledger, with this view's strikes until its first round is complete."""
-        self.work = work
-        self.policy = policy
+        self.course = Course(view, work.me, ledger, work, held.tau, policy)
         self.payload_spec = payload_spec
         self.measured = measured
         self.keeper = keeper
@@ -110,7 +107,16 @@ class Training:
         """Samples of the assignment were quarantined: the next barrier changes the view."""
         self._said_at_s = 0.0
         self._lease_wanted: tuple[int, float] | None = None
-        self._speeds = [0] * len(view.members)
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the held state, with this view's strikes until its first round is complete."""
+        return self.course.ledger
+
+    @property
+    def work(self) -> Work:
+        """Everybody's assignment, and how far they are."""
+        return self.course.work
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -314,28 +320,24 @@ class Training:
 
     def _complete(self, result: BarrierResult, slot: Path, anchor_digest: bytes) -> bool:
         """Record the round unless a freeze came first. Everything before the recording is a pure function."""
-        counted = [self.work.next_of(i, w) for i, w in enumerate(result.weights)]
-        ledger = self.ledger.advance([s for part in counted for s in part])
-        quarantined = ledger.progress()[1]
-        for i, header in enumerate(result.headers):
-            struck = () if header.finite else self.work.next_of(i, header.samples)
-            for stretch in struck:
-                ledger = ledger.strike(stretch) if ledger.epoch == self.ledger.epoch else ledger
-        tau = adacomm.after_round(self.policy, self.held.tau, [facts(h) for h in result.headers])
+        outcome = self.course.outcome(result)
+        ledger, tau = outcome.ledger, outcome.tau
         lineage = (self.view.view_epoch, self.barrier.round)
         ref = StateRef(lineage=lineage, digest=state_digest(anchor_digest, ledger, tau))
         if not self.host.complete(ref):
             return False
         reach("complete")
         before, tau_used = self.ledger, self.held.tau.tau
-        given_up = self._given_up + ledger.given_up_since(before, (s for part in counted for s in part))
+        counted = (s for part in outcome.counted for s in part)
+        given_up = self._given_up + ledger.given_up_since(before, counted)
         self._given_up = ()
         self.held = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
         self.host.hold(self.held)
-        self._advance(result, ledger)
-        self._stale = ledger.epoch == before.epoch and ledger.progress()[1] > quarantined
+        self.course.take(result, outcome)
+        self.in_flight, self._reducing, self._stale = None, None, outcome.quarantined
+        self.barrier.next_round()
         self._name_bad(result)
-        self._report(result, counted, given_up, before, tau_used)
+        self._report(result, outcome, given_up, before, tau_used)
         self.host.to_trainer(
             RoundComplete(
                 view_epoch=lineage[0],
@@ -360,21 +362,6 @@ class Training:
             if self.measured.bad_rounds >= BAD_ROUNDS:
                 self.host.poisoned(self.measured.bad_rounds)
 
-    def _advance(self, result: BarrierResult, ledger: Ledger) -> None:
-        for i, header in enumerate(result.headers):
-            if header.compute_us and header.samples:
-                self._speeds[i] = max(1, header.samples * 1_000_000 // header.compute_us)
-        if ledger.epoch != self.ledger.epoch and not ledger.done:
-            self.work = Work.for_epoch(self.view, self.me, ledger, self._speeds)
-        elif not ledger.done:
-            self.work.advance(result.weights)
-            if not result.headers[self.me].finite:
-                self.work.drop_leases()
-        self.ledger = ledger
-        self.in_flight = None
-        self._reducing = None
-        self.barrier.next_round()
-
     def _after_completion(self) -> None:
         if self.ledger.done:
             self._say(
@@ -393,7 +380,7 @@ class Training:
     def _report(
         self,
         result: BarrierResult,
-        counted: list[tuple[Stretch, ...]],
+        outcome: Outcome,
         given_up: tuple[tuple[int, Stretch], ...],
         before: Ledger,
         tau_used: int,
@@ -405,7 +392,7 @@ class Training:
             view_epoch=self.held.ref.lineage[0],
             round=self.held.ref.lineage[1],
             committed_round=self.committed_round[1],
-            members=len(self.view.members),
+            members=len(self.view.voters),
             tau=tau_used,
             loss=None if loss is None else round(loss, 6),
             epoch=before.epoch,
@@ -418,10 +405,10 @@ class Training:
             bytes_received=self.measured.bytes_received,
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
-            counted=[[s.shard, s.lo, s.hi] for part in counted for s in part],
+            counted=[[s.shard, s.lo, s.hi] for part in outcome.counted for s in part],
             weights=list(result.weights),
             skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
-            speeds=list(self._speeds),
+            speeds=list(self.course.speeds),
             tau_reason=self.held.tau.reason,
         )
 
@@ -433,21 +420,6 @@ class Training:
             self.frozen, self.frozen_s = True, time.monotonic()
             reach("proposing")
         self._reducing = None
-
-
-def facts(header: RoundHeader) -> RoundFacts:
-    """A header as the tau controller reads it; one that was not finite says nothing about the loss."""
-    if not header.finite:
-        return RoundFacts(
-            samples=0, steps=header.steps, loss_sum_micro=0, compute_us=header.compute_us, comm_us=0
-        )
-    return RoundFacts(
-        samples=header.samples,
-        steps=header.steps,
-        loss_sum_micro=header.loss_sum_micro,
-        compute_us=header.compute_us,
-        comm_us=header.comm_us,
-    )
 
 
 def check_header(header: RoundHeader) -> None:

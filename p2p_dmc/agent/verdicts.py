@@ -23,6 +23,8 @@ class Verdicts:
 
     A crash seen by this agent itself is told at once. Silence is held back until a suspicion time after this agent last
     heard the other one: for so long the other may count this one as crashed, on the word of its acknowledgement.
+    That a peer can be reached is told to a run once the peer has said under which boot it takes part in it: what is
+    said of a later boot would make the words of the one that reopens a closed run those of a former life.
     """
 
     def __init__(self, runs: Callable[[], Iterable[Judged]], suspicion_ms: int) -> None:
@@ -50,8 +52,8 @@ class Verdicts:
         key = (record.peer_id, record.boot)
         if event.new is MemberState.ALIVE:
             self._held.pop(key, None)
-            if event.old is not MemberState.ALIVE:
-                self._tell(record, Verdict.REACHABLE)
+            for run in self._runs():
+                _reachable(run, record)
         elif event.new is MemberState.LEFT:
             self._tell(record, Verdict.UNREACHABLE)
         elif event.new is MemberState.DEAD and key not in self._crashed:
@@ -71,15 +73,25 @@ class Verdicts:
         """A run has just begun to listen: who can be reached."""
         for record in members:
             if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and record.peer_id != me:
-                run.verdict(record.peer_id, boot_in(record, run.name), Verdict.REACHABLE)
+                _reachable(run, record)
 
     def _tell(self, record: MemberRecord, verdict: Verdict) -> None:
         for run in self._runs():
-            run.verdict(record.peer_id, boot_in(record, run.name), verdict)
+            boot = boot_in(record, run.name)
+            run.verdict(record.peer_id, min(record.boot, NUMBER_MAX) if boot is None else boot, verdict)
 
 
-def boot_in(record: MemberRecord, run: str) -> int:
-    """The boot under which a peer is a member of this run's views: an older one when it reopened a closed run."""
+def _reachable(run: Judged, record: MemberRecord) -> None:
+    boot = boot_in(record, run.name)
+    if boot is not None:
+        run.verdict(record.peer_id, boot, Verdict.REACHABLE)
+
+
+def boot_in(record: MemberRecord, run: str) -> int | None:
+    """The boot under which a peer is a member of this run's views: an older one when it reopened a closed run.
+
+    None as long as it says nothing of this run.
+    """
     meta = decode_meta(record.meta)
-    boots = {one.name: one.boot for one in meta.runs} if meta else {}
-    return min(boots.get(run, record.boot), NUMBER_MAX)
+    boots = {one.name: min(one.boot, NUMBER_MAX) for one in meta.runs} if meta else {}
+    return boots.get(run)

@@ -134,12 +134,14 @@ def to_stretches(plain: Sequence[tuple[int, int, int]], ledger: Ledger) -> tuple
     )
 
 
-def valid_claims(payloads: Sequence[ProposalPayload], ledger: Ledger) -> tuple[tuple[Stretch, ...], ...]:
-    """Claims that the new view honours: made in the newest view that anybody here stood in, for the current epoch."""
+def valid_claims(
+    payloads: Sequence[ProposalPayload], voting: Sequence[bool], ledger: Ledger
+) -> tuple[tuple[Stretch, ...], ...]:
+    """Claims that the new view honours: voters', of this epoch, from the newest view that anybody here stood in."""
     newest = max(p.view_epoch for p in payloads)
     return tuple(
-        to_stretches(p.claims, ledger) if p.view_epoch == newest and p.epoch == ledger.epoch else ()
-        for p in payloads
+        to_stretches(p.claims, ledger) if votes and p.view_epoch == newest and p.epoch == ledger.epoch else ()
+        for p, votes in zip(payloads, voting, strict=True)
     )
 
 
@@ -176,8 +178,9 @@ class Work:
     def for_view(cls, view: View, me: int, ledger: Ledger, *, keep_leases: bool) -> Work:
         """The assignment is a function of the view and of the ledger that it starts from: the same on every member."""
         payloads = [decode_payload(p) for p in view.payloads]
-        claims = valid_claims(payloads, ledger)
-        assignment = _assign(payloads, ledger, [p.speed for p in payloads], claims)
+        voting = _voting(view)
+        claims = valid_claims(payloads, voting, ledger)
+        assignment = _assign(payloads, voting, ledger, [p.speed for p in payloads], claims)
         kept = sum(map(len, granted(ledger, claims)[0][me])) if keep_leases else 0
         return cls(assignment, me, kept, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
@@ -185,7 +188,7 @@ class Work:
     def for_epoch(cls, view: View, me: int, ledger: Ledger, speeds: Sequence[int]) -> Work:
         """An epoch's end is no view change: the next assignment comes from the same view, nothing is claimed."""
         payloads = [decode_payload(p) for p in view.payloads]
-        assignment = _assign(payloads, ledger, speeds, [()] * len(payloads))
+        assignment = _assign(payloads, _voting(view), ledger, speeds, [()] * len(payloads))
         return cls(assignment, me, 0, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
     @property
@@ -229,12 +232,29 @@ class Work:
         self.leased = self.cursors[self.me]
 
 
+def _voting(view: View) -> tuple[bool, ...]:
+    return tuple(member in view.voters for member in view.members)
+
+
 def _assign(
     payloads: Sequence[ProposalPayload],
+    voting: Sequence[bool],
     ledger: Ledger,
     speeds: Sequence[int],
     claims: Sequence[tuple[Stretch, ...]],
 ) -> Assignment:
-    holdings = [from_bitmap(p.holdings, len(ledger.counts)) for p in payloads]
-    full = {i for i, p in enumerate(payloads) if p.full}
-    return assign(ledger, len(payloads), holdings, speeds, claims, unreachable(payloads, ledger), full)
+    """Among the voters: a learner has nothing to train on."""
+    voters = [i for i, votes in enumerate(voting) if votes]
+    shared = assign(
+        ledger,
+        len(voters),
+        [from_bitmap(payloads[i].holdings, len(ledger.counts)) for i in voters],
+        [speeds[i] for i in voters],
+        [claims[i] for i in voters],
+        unreachable(payloads, ledger),
+        {place for place, i in enumerate(voters) if payloads[i].full},
+    )
+    lists: list[tuple[Stretch, ...]] = [()] * len(payloads)
+    for place, i in enumerate(voters):
+        lists[i] = shared.stretches[place]
+    return Assignment(epoch=shared.epoch, stretches=tuple(lists))

@@ -110,7 +110,24 @@ def test_a_later_header_of_a_round_replaces_the_earlier_one() -> None:
 
 
 def result_of(*facts: dict[str, object]) -> BarrierResult:
-    return BarrierResult(headers=tuple(header(**one) for one in facts))
+    return BarrierResult(
+        headers=tuple(header(**one) for one in facts),
+        voting=tuple(one.get("samples") != LEARNER for one in facts),
+    )
+
+
+LEARNER = 999
+"""Samples of a header that a learner said: they weigh nothing."""
+
+
+def test_a_learner_weighs_nothing_and_has_no_digest() -> None:
+    both = result_of({"samples": 3, "final": True}, {"samples": LEARNER, "digest": b"?" * 16})
+    assert both.weights == (3, 0)
+    assert both.final and both.odd_ones() == ()
+    assert both.common()[0] == both.headers[0].digest
+    other_model = result_of({"samples": 3}, {"samples": LEARNER, "payload_spec": b"?" * 16})
+    assert other_model.odd_ones() == (1,), "its size would abort the reduction"
+    assert result_of({"samples": 3}, {"samples": LEARNER, "change": True}).change
 
 
 def test_flags() -> None:

@@ -15,7 +15,8 @@ import pytest
 from p2p_dmc.agent import training as training_module
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header, facts
+from p2p_dmc.agent.course import facts
+from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact

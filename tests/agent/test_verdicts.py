@@ -21,9 +21,7 @@ class Listener:
         self.heard.append((peer_id, boot, verdict))
 
 
-def record(
-    state: MemberState = MemberState.ALIVE, boot: int = 3, run_boot: int | None = None
-) -> MemberRecord:
+def record(state: MemberState = MemberState.ALIVE, boot: int = 3, run_boot: int | None = 3) -> MemberRecord:
     runs = ()
     if run_boot is not None:
         runs = (
@@ -109,3 +107,20 @@ def test_a_run_reopened_after_a_stop_knows_its_member_by_the_older_boot() -> Non
     verdicts, listener = made()
     verdicts.replay(listener, [record(boot=5, run_boot=3), record(MemberState.DEAD)], me="cd" * 16)
     assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
+
+
+def test_a_peer_that_reopens_a_closed_run_is_reachable_once_it_says_under_which_boot() -> None:
+    """Its agent is there, of a later boot, before it has said anything of the run."""
+    verdicts, listener = made()
+    for old, run_boot in ((None, None), (MemberState.ALIVE, 3)):
+        one = record(boot=5, run_boot=run_boot)
+        event = MemberEvent(peer_id=PEER, old=old, new=MemberState.ALIVE, record=one, reason="")
+        verdicts.event(event, one, 10_000, 10_000)
+    verdicts.replay(listener, [record(boot=5, run_boot=None)], me="cd" * 16)
+    assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
+
+
+def test_the_death_of_a_peer_that_has_not_said_its_boot_yet_is_told() -> None:
+    verdicts, listener = made()
+    verdicts.event(dead(record(boot=5, run_boot=None)), None, None, 10_000)
+    assert listener.heard == [(PEER, 5, Verdict.UNREACHABLE)]

@@ -88,7 +88,12 @@ def test_claims_of_an_older_view_or_another_epoch_are_dead() -> None:
         payload(view_epoch=7, epoch=1, claims=claim),
         payload(view_epoch=7, claims=((1, 0, 2),)),
     ]
-    assert list(map(triples, valid_claims(payloads, ledger()))) == [claim, (), (), ((1, 0, 2),)]
+    assert list(map(triples, valid_claims(payloads, [True] * len(payloads), ledger()))) == [
+        claim,
+        (),
+        (),
+        ((1, 0, 2),),
+    ]
 
 
 # -- one assignment for all -------------------------------------------------------------------------------------------
@@ -131,27 +136,29 @@ def situations(draw: st.DrawFn) -> tuple[Ledger, list[object]]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(situations(), st.booleans())
+@given(situations(), st.booleans(), st.sets(st.integers(2, 4)))
 def test_every_member_computes_the_same_and_every_open_sample_is_one_members(
-    situation: tuple[Ledger, list[object]], keep: bool
+    situation: tuple[Ledger, list[object]], keep: bool, learners: set[int]
 ) -> None:
     begun, payloads = situation
-    view = view_of(payloads)  # type: ignore[arg-type]
+    view = view_of(payloads, learners=sorted(learners))  # type: ignore[arg-type]
+    voting = [member in view.voters for member in view.members]
     works = [Work.for_view(view, i, begun, keep_leases=keep) for i in range(len(payloads))]
     assert len({w.assignment.digest() for w in works}) == 1
     assert len({w.lost for w in works}) == 1
     handed = [sample for part in works[0].assignment.stretches for sample in samples(part)]
     assert len(handed) == len(set(handed))  # nobody's twice
     said = [decode_payload(p) for p in view.payloads]
-    claimed = {s for claims in valid_claims(said, begun) for s in samples(claims)}
+    claimed = {s for claims in valid_claims(said, voting, begun) for s in samples(claims)}
     lost = unreachable(said, begun)
     due = {(s.shard, p) for s in begun.remaining() for p in range(s.lo, s.hi)}
     assert set(handed) == {s for s in due if s[0] not in lost or s in claimed}
     for i, work in enumerate(works):
         mine = samples(works[0].assignment.stretches[i])
+        assert voting[i] or not mine
         if keep:  # leased is exactly the head of my list that I claimed
-            assert set(mine[: work.leased]) <= set(samples(valid_claims(said, begun)[i]))
-            rest = set(samples(valid_claims(said, begun)[i])) - set(mine[: work.leased])
+            assert set(mine[: work.leased]) <= set(samples(valid_claims(said, voting, begun)[i]))
+            rest = set(samples(valid_claims(said, voting, begun)[i])) - set(mine[: work.leased])
             assert not rest & set(mine)
         else:
             assert work.leased == 0
