@@ -363,6 +363,42 @@ def checkpoint(ctx: click.Context, what: str, run: str, home: Path, as_json: boo
 
 
 @main.command()
+@click.option("--run", default=None, metavar="NAME", help="Which run, when the home has several.")
+@click.option(
+    "--from",
+    "source",
+    default=None,
+    metavar="final|checkpoint|VIEW-ROUND",
+    help="Default: the final model of a finished run, else the newest whole checkpoint.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["torch", "safetensors"]),
+    default=None,
+    help="Default: what OUT's ending says, .pt or .safetensors.",
+)
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="This peer's state of the script's own optimizer too, in OUT's neighbour .optimizer.",
+)
+@click.option("--fp32", is_flag=True, help="As peers average it, float32; default: the model's own dtypes.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@HOME
+@JSON
+@click.argument("out", type=click.Path(path_type=Path))
+def export(**options: Any) -> None:
+    """Write a run's parameters to OUT as plain weights that torch and safetensors load.
+
+    Whether this home's agent runs makes no difference.
+    """
+    from p2p_dmc.agent import export as exporting
+
+    exporting.export(**options)
+
+
+@main.command()
 @click.option(
     "--keep",
     type=click.Path(path_type=Path),

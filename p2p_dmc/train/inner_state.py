@@ -146,7 +146,7 @@ def write(folder: Path, state: InnerState) -> None:
         with open(temporary, "rb") as file:
             digest = file_digest(file)
             os.fsync(file.fileno())
-        meta = _to_json(state) | {"digest": digest.hex()}
+        meta = to_json(state) | {"digest": digest.hex()}
         write_durably(
             folder / NEXT_META, json.dumps(meta | {"meta_digest": _meta_digest(meta)}, indent=1).encode()
         )
@@ -269,7 +269,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
-def _to_json(state: InnerState) -> dict[str, Any]:
+def to_json(state: InnerState) -> dict[str, Any]:
+    """All but the tensors."""
     return {
         "format": FORMAT,
         "optimizer": state.optimizer,
