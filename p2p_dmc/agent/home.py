@@ -17,6 +17,8 @@ import zmq
 
 from p2p_dmc.errors import UserError
 
+SOCKETS_PREFIX = "dmc-"
+
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     """Replace ``path`` atomically and durably: temporary name, fsync, rename, fsync of the folder."""
@@ -82,6 +84,16 @@ class Home:
             self._lock.close()
             self._lock = None
             raise UserError(f"{self.root} already has a running agent; use another --home") from None
+        self._remove_stale_socket()
+
+    def _remove_stale_socket(self) -> None:
+        """An agent that was killed left its socket behind, and its word of where that is."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            said = str(json.loads((self.root / "agent.json").read_text())["endpoint"])
+            socket = Path(said.removeprefix("ipc://"))
+            if socket.is_socket() and socket.parent.name.startswith(SOCKETS_PREFIX):
+                socket.unlink()
+                socket.parent.rmdir()
 
     def unlock(self) -> None:
         """Give the home back and remove what pointed at this agent."""
@@ -112,7 +124,7 @@ class Home:
 
     def local_endpoint(self) -> str:
         """A short ipc:// endpoint for this agent's trainers and local commands (a socket path may have 107 bytes)."""
-        self.sockets_folder = Path(tempfile.mkdtemp(prefix="dmc-"))
+        self.sockets_folder = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX))
         return f"ipc://{self.sockets_folder}/agent"
 
     def announce(self, **facts: Any) -> None:

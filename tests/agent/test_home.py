@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -126,6 +127,30 @@ def test_places(home: Home) -> None:
     home.create()
     assert home.store_root.is_dir() and home.run_folder("mnist") == home.root / "runs" / "mnist"
     assert Home(Path("~/x")).root == Path.home() / "x" and Home(Path("x")).root.is_absolute()
+
+
+def test_the_socket_of_an_agent_that_was_killed_is_removed_by_the_next(home: Home, tmp_path: Path) -> None:
+    killed = Home(home.root)
+    killed.lock()
+    endpoint = killed.local_endpoint()
+    killed.announce(endpoint=endpoint)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(endpoint.removeprefix("ipc://"))
+    listening.close()
+    assert killed._lock is not None
+    killed._lock.close()  # as the kernel does for a process that is gone
+    home.lock()
+    assert killed.sockets_folder is not None and not killed.sockets_folder.exists()
+
+
+def test_nothing_but_a_socket_of_an_agent_is_removed(home: Home, tmp_path: Path) -> None:
+    kept = tmp_path / "dmc-precious" / "agent"
+    kept.parent.mkdir()
+    kept.write_text("of somebody else")
+    home.create()
+    home.announce(endpoint=f"ipc://{kept}")
+    home.lock()
+    assert kept.exists()
 
 
 # -- identity ---------------------------------------------------------------------------------------------------------
