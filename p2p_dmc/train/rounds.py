@@ -152,6 +152,7 @@ class Rounds:
         self._forget_leases()
         self._restart()
         self._groups.close()
+        state.forget_slots()
 
     def _forget_leases(self) -> None:
         """Samples in hand are others' now; so is the gradient of those that were not stepped."""
@@ -227,7 +228,7 @@ class Rounds:
         assert self.view is not None
         self._candidate = None
         self._scale(self.samples)
-        finite = bool(torch.isfinite(self._scratch).all())
+        finite = state.all_finite(self._scratch)
         self._stop_computing()
         self.send(
             tm.RoundReady(

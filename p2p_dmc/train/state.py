@@ -6,6 +6,7 @@ that peers with different processors get the same bits (DESIGN.md section 7).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import ParameterSpec
 
 ITEM_BYTES = 4
+MAPPED_SLOTS = 8
+"""More than an agent has: the anchor, two recent states, the candidate, one that is being adopted."""
 
 
 class FlatParameters:
@@ -85,9 +88,21 @@ def open_slot(path: str, size: int) -> torch.Tensor:
             os.ftruncate(fd, size * ITEM_BYTES)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, size * ITEM_BYTES)
+        found = os.fstat(fd)
     finally:
         os.close(fd)
+    return _map(path, size, found.st_dev, found.st_ino)
+
+
+@functools.lru_cache(maxsize=MAPPED_SLOTS)
+def _map(path: str, size: int, device: int, inode: int) -> torch.Tensor:
+    """A run's few slots come again and again: mapped once, their pages are not faulted in anew in every round."""
     return torch.from_numpy(np.memmap(path, dtype="<f4", mode="r+", shape=(size,)))
+
+
+def forget_slots() -> None:
+    """Unmap the slots that nobody holds: the agent gives their memory back."""
+    _map.cache_clear()
 
 
 def read_slot(path: str, size: int, digest: bytes) -> torch.Tensor:
@@ -103,6 +118,14 @@ def read_slot(path: str, size: int, digest: bytes) -> torch.Tensor:
 def digest_of(slot: torch.Tensor) -> bytes:
     """xxh3_128 of the vector's bytes."""
     return bytes(xxhash.xxh3_128(slot.numpy().data).digest())
+
+
+def all_finite(vector: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. Without a temporary of the vector's length, in one pass as a rule."""
+    if bool(torch.isfinite(torch.dot(vector, vector))):
+        return True  # one element that is not finite would have made the sum so
+    low, high = torch.aminmax(vector)  # or it was only too large
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def weighted_delta(anchor: torch.Tensor, local: torch.Tensor, weight: int) -> None:

@@ -163,3 +163,38 @@ def test_only_a_poisoned_memory_is_forgotten() -> None:
     optimizer.step()
     assert state.forget_nonfinite(optimizer.state) == 1
     assert list(optimizer.state) == [good]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 4999, 9999])
+def test_one_element_that_is_not_finite_is_seen(odd: float, place: int) -> None:
+    vector = torch.randn(10_000)
+    assert state.all_finite(vector)
+    vector[place] = odd
+    assert not state.all_finite(vector)
+
+
+def test_large_elements_are_finite_although_their_squares_are_not() -> None:
+    assert state.all_finite(torch.tensor([3e38, -3e38, 1e-45, 0.0]))
+    assert state.all_finite(torch.empty(0))
+
+
+def test_a_slot_is_mapped_once_and_a_new_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    first = state.open_slot(str(path), 4)
+    first.fill_(1.0)
+    assert state.open_slot(str(path), 4).data_ptr() == first.data_ptr()
+    path.rename(tmp_path / "other")
+    second = state.open_slot(str(path), 4)
+    second.fill_(2.0)
+    assert first.tolist() == [1.0] * 4
+    assert np.fromfile(tmp_path / "other", "<f4").tolist() == [1.0] * 4
+    assert np.fromfile(path, "<f4").tolist() == [2.0] * 4
+
+
+def test_forgotten_slots_are_unmapped(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    state.open_slot(str(path), 4)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    state.forget_slots()
+    assert str(path) not in Path("/proc/self/maps").read_text()
