@@ -179,8 +179,10 @@ def _find(folder: Path, wanted: str | None) -> Source:
             return _checkpoint(checkpoint)
         except ValueError as error:
             _note(f"checkpoint {checkpoint.folder} is skipped: {error}")
-    if lineage is not None and not checkpoints:
-        raise UserError(f"run {folder.name!r} has no checkpoint {wanted} here; there is {_known(folder)}")
+    if lineage is not None:
+        raise UserError(
+            f"run {folder.name!r} has no whole checkpoint {wanted} here; there is {_known(folder)}"
+        )
     raise UserError(
         f"run {folder.name!r} has no whole checkpoint here yet; try again in a minute, or give another peer's --home"
     )
