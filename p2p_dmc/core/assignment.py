@@ -190,11 +190,5 @@ def _order(ledger: Ledger) -> tuple[int, ...]:
 
 
 def _in_order(stretches: list[Stretch], rank: dict[int, int]) -> list[Stretch]:
-    """In the epoch's order, neighbours joined."""
-    joined: list[Stretch] = []
-    for stretch in sorted(stretches, key=lambda s: (rank[s.shard], s.lo)):
-        if joined and joined[-1].shard == stretch.shard and joined[-1].hi == stretch.lo:
-            joined[-1] = Stretch(shard=stretch.shard, lo=joined[-1].lo, hi=stretch.hi)
-        else:
-            joined.append(stretch)
-    return joined
+    """In the epoch's order. No two are neighbours: a member takes as much of a stretch as it can at once."""
+    return sorted(stretches, key=lambda s: (rank[s.shard], s.lo))

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, cast
 
 import msgpack
@@ -19,7 +20,6 @@ import numpy as np
 from p2p_dmc.errors import RemoteProtocolError
 
 __all__ = [
-    "STRIKES_OUT",
     "Ledger",
     "Stretch",
     "check_exact",
@@ -28,10 +28,7 @@ __all__ = [
     "shard_order",
 ]
 
-STRIKES_OUT = 2
-"""In progress at this many deaths or non-finite rounds, a sample is quarantined (DESIGN section 10)."""
-
-FORMAT = 1
+FORMAT = 2
 """First item of the encoded form; grows when the encoding changes."""
 
 Intervals = tuple[tuple[int, int], ...]
@@ -163,10 +160,8 @@ class Ledger:
     """Per shard, the positions that complete rounds have counted. Invariant: disjoint from `skipped`."""
     skipped: tuple[Intervals, ...]
     """Per shard, the positions given up in this epoch: quarantined or lost."""
-    strikes: tuple[tuple[Stretch, int], ...]
-    """Stretches in progress at a death or a non-finite round, and how often. Invariant: sorted, disjoint,
-    open.
-    """
+    strikes: tuple[Stretch, ...]
+    """Stretches that were in progress at one death or non-finite round. Invariant: sorted, disjoint, open."""
     samples_total: int
     """Samples counted in all epochs so far."""
 
@@ -202,14 +197,12 @@ class Ledger:
 
     def remaining(self) -> tuple[Stretch, ...]:
         """What the epoch still needs, in the epoch's order."""
-        if self.done:
-            return ()
         order = shard_order(self.dataset_digest, self.seed, self.epoch, len(self.counts))
         return tuple(Stretch(shard=s, lo=lo, hi=hi) for s in order for lo, hi in self.open_positions(s))
 
     def open_positions(self, shard: int) -> Intervals:
         """Positions of one shard that are neither counted nor skipped in this epoch."""
-        whole: Intervals = ((0, self.counts[shard]),) if self.counts[shard] and not self.done else ()
+        whole: Intervals = () if self.done else ((0, self.counts[shard]),)
         return subtract(subtract(whole, self.counted[shard]), self.skipped[shard])
 
     def advance(self, consumed: Iterable[Stretch]) -> Ledger:
@@ -232,22 +225,22 @@ class Ledger:
         )
 
     def strike(self, stretch: Stretch) -> Ledger:
-        """Note a stretch in progress at a death or a non-finite round; what was struck before is skipped."""
+        """Note a stretch in progress at a death or a non-finite round; what was struck before is skipped.
+
+        Twice is out (DESIGN section 10).
+        """
         out = self.struck_out(stretch)
         fresh = _open_part(self, stretch)
         for piece in out:
             fresh = subtract(fresh, ((piece.lo, piece.hi),))
-        for struck, _ in self.strikes:
-            if struck.shard == stretch.shard:
-                fresh = subtract(fresh, ((struck.lo, struck.hi),))
-        added = [(Stretch(shard=stretch.shard, lo=lo, hi=hi), 1) for lo, hi in fresh]
+        added = [Stretch(shard=stretch.shard, lo=lo, hi=hi) for lo, hi in fresh]
         noted = replace(self, strikes=tuple(sorted([*self.strikes, *added])))
         return noted.skip(out)
 
     def struck_out(self, stretch: Stretch) -> tuple[Stretch, ...]:
         """What `strike(stretch)` would quarantine, so that it can be named: what has a strike already."""
         self._check_exists(stretch)
-        struck = [s for s, times in self.strikes if s.shard == stretch.shard and times + 1 >= STRIKES_OUT]
+        struck = [s for s in self.strikes if s.shard == stretch.shard]
         both = (common(((s.lo, s.hi),), ((stretch.lo, stretch.hi),)) for s in struck)
         return tuple(Stretch(shard=stretch.shard, lo=lo, hi=hi) for piece in both for lo, hi in piece)
 
@@ -297,7 +290,7 @@ class Ledger:
         skipped = self.skipped if skipped is None else skipped
         samples_total = self.samples_total if samples_total is None else samples_total
         epoch, strikes = self.epoch, _unsettled(self.strikes, counted, skipped)
-        if not self.done and sum(map(total, counted + skipped)) == sum(self.counts):
+        if sum(map(total, counted + skipped)) == sum(self.counts):
             counted = skipped = ((),) * len(self.counts)
             epoch, strikes = self.epoch + 1, ()
         return replace(
@@ -318,7 +311,7 @@ class Ledger:
                     self.epoch,
                     tuple(map(_flat, self.counted)),
                     tuple(map(_flat, self.skipped)),
-                    tuple((s.shard, s.lo, s.hi, times) for s, times in self.strikes),
+                    tuple((s.shard, s.lo, s.hi) for s in self.strikes),
                     self.samples_total,
                 )
             ),
@@ -341,7 +334,7 @@ class Ledger:
                 epoch=epoch,
                 counted=tuple(map(_paired, counted)),
                 skipped=tuple(map(_paired, skipped)),
-                strikes=tuple((Stretch(shard=s, lo=lo, hi=hi), times) for s, lo, hi, times in strikes),
+                strikes=tuple(Stretch(shard=s, lo=lo, hi=hi) for s, lo, hi in strikes),
                 samples_total=samples_total,
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -352,8 +345,6 @@ class Ledger:
 
 
 def _patched(per_shard: tuple[Intervals, ...], touched: dict[int, Intervals]) -> tuple[Intervals, ...]:
-    if not touched:
-        return per_shard
     patched = list(per_shard)
     for shard, intervals in touched.items():
         patched[shard] = intervals
@@ -365,12 +356,12 @@ def _open_part(ledger: Ledger, stretch: Stretch) -> Intervals:
 
 
 def _unsettled(
-    strikes: tuple[tuple[Stretch, int], ...], counted: tuple[Intervals, ...], skipped: tuple[Intervals, ...]
-) -> tuple[tuple[Stretch, int], ...]:
+    strikes: tuple[Stretch, ...], counted: tuple[Intervals, ...], skipped: tuple[Intervals, ...]
+) -> tuple[Stretch, ...]:
     """The strikes on samples that are neither counted nor skipped."""
     return tuple(
-        (Stretch(shard=s.shard, lo=lo, hi=hi), times)
-        for s, times in strikes
+        Stretch(shard=s.shard, lo=lo, hi=hi)
+        for s in strikes
         for lo, hi in subtract(subtract(((s.lo, s.hi),), counted[s.shard]), skipped[s.shard])
     )
 
@@ -396,7 +387,7 @@ def _check_settings(ledger: Ledger) -> None:
     for name in ("seed", "epochs", "epoch", "samples_total"):
         value = getattr(ledger, name)
         _require(type(value) is int and 0 <= value < 2**63, f"{name} is an integer from 0", value)
-    _require(0 <= ledger.epoch <= ledger.epochs and ledger.epochs > 0, "epoch", ledger.epoch, ledger.epochs)
+    _require(ledger.epoch <= ledger.epochs and ledger.epochs > 0, "epoch", ledger.epoch, ledger.epochs)
     _require(type(ledger.counts) is tuple, "counts is a tuple", ledger.counts)
     for count in ledger.counts:
         _require(type(count) is int and 0 <= count < 2**63, "a shard has 0 or more samples", count)
@@ -406,16 +397,14 @@ def _check_settings(ledger: Ledger) -> None:
 def _check_intervals(ledger: Ledger) -> None:
     for name in ("counted", "skipped"):
         per_shard = getattr(ledger, name)
-        _require(
-            type(per_shard) is tuple and len(per_shard) == len(ledger.counts), f"{name}: one entry per shard"
-        )
+        _require(len(per_shard) == len(ledger.counts), f"{name}: one entry per shard")
         for intervals, count in zip(per_shard, ledger.counts, strict=True):
             end = -1
             for lo, hi in intervals:
                 _require(type(lo) is type(hi) is int and end < lo < hi <= count, f"{name}: positions", lo, hi)
                 end = hi
     for shard, (counted, skipped) in enumerate(zip(ledger.counted, ledger.skipped, strict=True)):
-        _require(not skipped or not common(counted, skipped), "both counted and skipped, in shard", shard)
+        _require(not common(counted, skipped), "both counted and skipped, in shard", shard)
     counted_now, skipped_now, there_are = ledger.progress()
     _require(counted_now + skipped_now < there_are, "a full epoch that is not over", ledger.epoch)
     _require(not ledger.done or counted_now + skipped_now == 0, "progress after the last epoch")
@@ -426,16 +415,14 @@ def _check_intervals(ledger: Ledger) -> None:
 
 
 def _check_strikes(ledger: Ledger) -> None:
-    before: Stretch | None = None
-    for stretch, times in ledger.strikes:
-        _require(type(times) is int and 0 < times < STRIKES_OUT, "strikes", times)
+    for stretch in ledger.strikes:
         ledger._check_exists(stretch)
         _require(
             _open_part(ledger, stretch) == ((stretch.lo, stretch.hi),), "a strike on settled samples", stretch
         )
-        apart = before is None or before.shard < stretch.shard or before.hi <= stretch.lo
-        _require(apart and (before is None or before < stretch), "strikes out of order", before, stretch)
-        before = stretch
+    for before, after in pairwise(ledger.strikes):
+        apart = (before.shard, before.hi) <= (after.shard, after.lo)
+        _require(apart, "strikes out of order", before, after)
 
 
 # --- the dumb oracle -------------------------------------------------------------------------------------

@@ -366,9 +366,7 @@ def test_a_member_that_is_not_finite_weighs_nothing_and_begins_again(tmp_path: P
     m.reduced()
     assert m.last(RoundComplete).reset
     assert m.training.ledger.progress() == (4, 0, 40)
-    assert m.training.ledger.strikes == tuple(
-        (Stretch(shard=s, lo=lo, hi=hi), 1) for s, lo, hi in sorted(bad)
-    )
+    assert m.training.ledger.strikes == tuple(Stretch(shard=s, lo=lo, hi=hi) for s, lo, hi in sorted(bad))
     assert ("not finite", peer(1)) in m.host.calls
     assert m.host.rounds[0]["loss"] == 0.0 and m.host.rounds[0]["samples_round"] == 4
     assert m.lease(6) == bad  # handed out again
@@ -382,7 +380,7 @@ def test_another_members_bad_round_costs_me_nothing(tmp_path: Path) -> None:
     assert (order.weight, order.divisor) == (6, 6)
     m.reduced()
     assert not m.last(RoundComplete).reset and m.training.ledger.progress() == (6, 0, 40)
-    assert sum(len(s) for s, _ in m.training.ledger.strikes) == 4
+    assert sum(map(len, m.training.ledger.strikes)) == 4
     assert m.host.calls == [("not finite", peer(2))] and m.training.measured.bad_rounds == 0
 
 
@@ -397,7 +395,7 @@ def test_nobody_is_finite(tmp_path: Path) -> None:
     assert (
         held.ref.lineage == (1, 1) and held.slot == m.held.slot and held.anchor_digest == m.held.anchor_digest
     )
-    assert held.ledger.progress() == (0, 0, 40) and sum(len(s) for s, _ in held.ledger.strikes) == 10
+    assert held.ledger.progress() == (0, 0, 40) and sum(map(len, held.ledger.strikes)) == 10
     assert m.host.keeper.current == held and balanced(m.host.keeper)
     assert m.host.rounds[0]["loss"] is None and m.host.rounds[0]["comm_s"] == 0.0
 
