@@ -64,10 +64,12 @@ class Peer:
     def __init__(self, name: str, home: Path, logs: Path, environment: dict[str, str]) -> None:
         self.name, self.home = name, home
         self.arguments: list[str] = []
+        self.prefix: list[str] = []
+        """Words before the command, as of a program that runs it on another host."""
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
         self.submission: subprocess.Popen[bytes] | None = None
-        self._environment = environment
+        self.environment = environment
         self._logs = logs
         self._starts = 0
         self._events = Lines(home / "events.jsonl")
@@ -81,8 +83,8 @@ class Peer:
         self._starts += 1
         with self.log("out").open("wb") as out, self.log("err").open("wb") as err:
             started = subprocess.Popen(
-                [str(DMC_PEER), *arguments],
-                env=self._environment,
+                [*self.prefix, str(DMC_PEER), *arguments],
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -213,7 +215,7 @@ class Cluster:
         self.root = root
         self.peers: list[Peer] = []
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self._temporary = Path(tempfile.mkdtemp(prefix="dmct-"))  # a socket's path has 107 bytes at most
+        self.temporary = Path(tempfile.mkdtemp(prefix="dmct-"))  # a socket's path has 107 bytes at most
         (root / "logs").mkdir(parents=True)
         self.slow = root / "slow"
         """While this file exists, steps of scripts that are given `--slow` with it take long."""
@@ -234,7 +236,7 @@ class Cluster:
             return known
         environment = dict(os.environ) | {
             "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self._temporary),
+            "TMPDIR": str(self.temporary),
             MARK: self.mark,
         }
         peer = Peer(name, self.root / name, self.root / "logs", environment)
@@ -358,7 +360,7 @@ class Cluster:
             for started in peer.events("started")[:1]:
                 for folder in Path("/dev/shm").glob(f"dmc-{started['peer_id'][:16]}-*"):
                     shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def signal_all(processes: Sequence[psutil.Process], number: int) -> None:
