@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--delay-ms", type=float, default=100.0)
     parser.add_argument("--slow", metavar="FILE")
     parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
@@ -61,7 +62,8 @@ def main() -> None:
     with dmc.connect() as peer:
         data = peer.dataset(args.data)
         model = nn.Sequential(nn.Linear(FEATURES, args.hidden), nn.ReLU(), nn.Linear(args.hidden, CLASSES))
-        optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), peer, tau=args.tau)
+        sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+        optimizer = dmc.Optimizer(sgd, peer, tau=args.tau)
         for x, y in peer.loader(data, args.batch_size, args.epochs, decode=lambda s: decode(s, args)):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
