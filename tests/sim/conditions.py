@@ -45,7 +45,7 @@ class Deletion:
 class _Scan:
     """A walk over one module that notes what can be deleted."""
 
-    source: str
+    lines: list[bytes]
     places: dict[ast.AST, int]
     found: list[Deletion] = field(default_factory=list)
     scope: tuple[str, ...] = ()
@@ -67,8 +67,12 @@ class _Scan:
             )
         )
 
-    def text(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self.source, node) or ast.unparse(node)
+    def text(self, node: ast.expr | ast.pattern) -> str:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        lines = self.lines[node.lineno - 1 : node.end_lineno]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return b"\n".join(lines).decode()
 
     def condition(self, node: ast.expr) -> None:
         """An expression of which only the truth matters."""
@@ -143,7 +147,7 @@ def is_boolean(node: ast.expr) -> bool:
 def deletions(source: str) -> list[Deletion]:
     """All of a module, in the order of its text."""
     tree = ast.parse(source)
-    scan = _Scan(source, {node: place for place, node in enumerate(ast.walk(tree))})
+    scan = _Scan(source.encode().split(b"\n"), {node: place for place, node in enumerate(ast.walk(tree))})
     scan.visit(tree)
     return sorted(scan.found, key=lambda deletion: (deletion.line, deletion.key))
 

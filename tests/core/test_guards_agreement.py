@@ -1,0 +1,253 @@
+"""One case per guard of agreement's books and of its decision: without the guard, the case fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
+from p2p_dmc.core.agreement_messages import (
+    UNKNOWN_BOOT,
+    MemberId,
+    Promised,
+    Propose,
+    StateRef,
+    Stopped,
+    Verdict,
+    ViewRef,
+)
+from p2p_dmc.core.quorum import Quorum, count_votes, decide, judge
+
+REACHABLE, UNREACHABLE, CRASHED = Verdict.REACHABLE, Verdict.UNREACHABLE, Verdict.CRASHED
+
+
+def member(name: str) -> MemberId:
+    """`a` is peer a in its first life, `a2` in its second, `a0` in a life unheard of."""
+    return MemberId(peer_id=name[0], boot=int(name[1:] or 1))
+
+
+def view(epoch: int, names: str) -> ViewRef:
+    return ViewRef(view_epoch=epoch, members=tuple(sorted(member(name) for name in names.split())))
+
+
+def state(epoch: int, number: int) -> StateRef:
+    return StateRef(lineage=(epoch, number), digest=b"s" * 16)
+
+
+V = view(5, "a b c d")
+
+
+def word(name: str, **fields: object) -> Propose:
+    """Of a member of V, in attempt 9, about itself alone."""
+    usual: dict[str, object] = {
+        "history": b"h" * 16,
+        "n": 9,
+        "sender": member(name),
+        "candidates": (name[0],),
+        "stopped": (),
+        "voters": (name[0],),
+        "completed": state(5, 7),
+        "base": V,
+        "known": V,
+        "pending": (),
+        "seen": (),
+        "joined": True,
+    }
+    return Propose(**(usual | fields))  # type: ignore[arg-type]
+
+
+def promised(name: str, version: int, n: int = 5, base: ViewRef | None = V) -> Promised:
+    return Promised(history=b"h" * 16, sender=member(name), n=n, base=base, pending=(), version=version)
+
+
+def farewell(name: str, n: int) -> Stopped:
+    return Stopped(member=member(name), n=n, withdrawn=True)
+
+
+class TestAttempt:
+    def attempt(self, first: Propose) -> Attempt:
+        attempt = Attempt(n=9, content=first, now_ms=0)
+        attempt.hear(first)
+        return attempt
+
+    def test_of_one_incarnation_the_larger_word_stays(self) -> None:
+        large = word("a", candidates=("a", "b"))
+        attempt = self.attempt(large)
+        attempt.hear(word("a"))
+        assert attempt.words["a"] == large
+
+    def test_the_word_of_a_later_incarnation_takes_the_place_of_a_larger_one(self) -> None:
+        attempt = self.attempt(word("a", candidates=("a", "b")))
+        attempt.hear(word("a2"))
+        assert attempt.words["a"] == word("a2")
+
+    def test_who_has_installed_has_said_its_last_word(self) -> None:
+        attempt = self.attempt(word("a", installed=True))
+        attempt.hear(word("a"))
+        assert attempt.words["a"].installed
+
+
+class TestIncarnations:
+    def test_an_older_one_does_not_come_back(self) -> None:
+        book = PeerBook()
+        assert book.note(member("a2")) and book.note(member("a2"))
+        assert not book.note(member("a1")) and book.member("a") == member("a2")
+
+    def test_a_verdict_about_a_former_life_is_not_about_this_one(self) -> None:
+        book = PeerBook()
+        book.judge(member("a"), UNREACHABLE, None)
+        assert book.gone("a")
+        book.note(member("a2"))
+        assert not book.gone("a")
+
+
+class TestPromises:
+    def test_older_ones_that_come_late_are_dropped(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=3))
+        book.hear_promises(promised("a", version=2))
+        assert book.promised[member("a")].version == 3
+
+    def test_those_on_their_way_when_the_sender_crashed_are_counted(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2))
+        book.judge(member("a"), CRASHED, None)
+        book.hear_promises(promised("a", version=3, n=8))
+        assert book.records[member("a")].n == 8
+
+    def test_but_a_farewell_is_final(self) -> None:
+        book = PeerBook()
+        book.withdraw(farewell("a", n=5))
+        book.hear_promises(promised("a", version=3, n=8))
+        assert book.records[member("a")] == farewell("a", n=5)
+
+    def test_a_word_overtaken_by_a_later_one_is_dropped(self) -> None:
+        book = PeerBook()
+        assert book.hear_word(word("a", n=7))
+        assert not book.hear_word(word("a", n=6, version=9))
+        assert book.promised[member("a")].version == 0 and book.greatest_n[member("a")] == 7
+
+    def test_only_a_word_after_the_farewell_says_that_its_sender_is_back(self) -> None:
+        book = PeerBook()
+        book.withdraw(farewell("a", n=7))
+        book.hear_word(word("a", n=7))
+        assert book.gone("a")
+        book.hear_word(word("a", n=8))
+        assert not book.gone("a")
+
+
+class TestVerdicts:
+    def test_whether_one_is_news(self) -> None:
+        book = PeerBook()
+        assert not book.judge(member("a"), REACHABLE, None)
+        assert book.judge(member("a"), UNREACHABLE, None)
+        assert not book.judge(member("a"), UNREACHABLE, None)
+        assert book.judge(member("a"), CRASHED, None)
+
+    def test_a_crash_of_one_never_heard_of_has_no_promises(self) -> None:
+        book = PeerBook()
+        book.judge(member("a"), CRASHED, None)
+        assert book.records == {} and book.gone("a")
+
+    def test_a_crash_without_its_last_promises_is_only_a_death(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2))
+        book.judge(member("a"), CRASHED, 3)
+        assert book.records == {}
+        book.judge(member("a"), CRASHED, 2)
+        assert book.records[member("a")].n == 5
+
+    def test_only_being_reachable_ends_a_crash(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2))
+        book.judge(member("a"), CRASHED, None)
+        book.judge(member("a"), UNREACHABLE, None)
+        assert member("a") in book.records
+        book.judge(member("a"), REACHABLE, None)
+        assert book.records == {}
+
+    def test_being_reachable_ends_no_withdrawal(self) -> None:
+        book = PeerBook()
+        book.withdraw(farewell("a", n=5))
+        book.judge(member("a"), REACHABLE, None)
+        assert book.records[member("a")].withdrawn and book.gone("a")
+
+
+class TestFarewells:
+    def test_one_of_a_former_life_is_late(self) -> None:
+        book = PeerBook()
+        book.note(member("a2"))
+        assert not book.withdraw(farewell("a", n=5)) and not book.gone("a")
+
+    def test_one_overtaken_by_a_word_is_late(self) -> None:
+        book = PeerBook()
+        book.hear_word(word("a", n=6))
+        assert not book.withdraw(farewell("a", n=5)) and not book.gone("a")
+
+    def test_the_last_one_counts(self) -> None:
+        book = PeerBook()
+        book.withdraw(farewell("a", n=7))
+        book.withdraw(farewell("a", n=5))
+        assert book.records[member("a")].n == 7
+        book.withdraw(farewell("a", n=8))
+        assert book.records[member("a")].n == 8
+
+    def test_one_binds_more_than_a_crash_that_somebody_saw(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2, n=7))
+        book.judge(member("a"), CRASHED, None)
+        assert book.withdraw(farewell("a", n=6))
+        assert book.records[member("a")].withdrawn
+
+
+def test_what_no_view_names_is_forgotten_but_for_those_who_are_away() -> None:
+    book = PeerBook()
+    for name in "abc":
+        book.hear_word(word(name, n=6))
+        book.withdraw(farewell(name, n=6))
+    book.away -= {member("a"), member("b")}
+    book.forget_all_but({member("a")})
+    for kept in (book.records, book.promised, book.greatest_n):
+        assert sorted(kept) == [member("a"), member("c")]
+
+
+class TestDecision:
+    def test_whoever_is_accounted_for_is_not_missed(self) -> None:
+        count = count_votes(V, {"d": word("d")}, {member("b")})
+        assert (count.counted, count.missing, count.holds) == (3, ("a", "c"), False)
+
+    def test_a_member_whose_incarnation_was_unheard_of_has_a_vote(self) -> None:
+        """b said the set before it knew a: a's own promises tell whether it was that one."""
+        later = view(6, "a0 b")
+        assert judge([word("a", pending=(V, view(6, "a b"))), *map(word, "bc")], []).holds
+        assert decide([word("a"), word("c"), word("d", pending=(V, later))], Quorum.MAJORITY).holds
+        assert not decide([word("c"), word("d", pending=(V, later))], Quorum.MAJORITY).holds
+        assert count_votes(later, {"a": word("a")}, ()).votes == (MemberId(peer_id="a", boot=UNKNOWN_BOOT),)
+
+    @pytest.mark.parametrize("quorum", list(Quorum))
+    def test_a_view_without_voters_is_none(self, quorum: Quorum) -> None:
+        decision = decide([word(name, voters=()) for name in "abcd"], quorum)
+        assert not decision.holds
+        assert decision.describe() == "nobody here holds what this run has trained, or voted in its last view"
+
+    def test_only_those_who_are_not_here_are_absent(self) -> None:
+        """a completed a round of W; b, which was in it, is here."""
+        crashed = Stopped(member=member("a"), n=8, base=view(6, "a b"))
+        decision = judge([word("b", seen=(crashed,)), word("c"), word("d")], [crashed])
+        assert decision.absent == ("a",) and "newer work may be on a; waiting for a" in decision.describe()
+
+    def test_of_a_start_not_adopted_too(self) -> None:
+        behind = [word(name, completed=state(5, 7), known=view(6, "a b c")) for name in "bcd"]
+        decision = judge(behind, [])
+        assert decision.absent == ("a",)
+
+    def test_newcomers_are_told_why_and_wait_for_nobody(self) -> None:
+        new = [word(name, base=None, known=None, joined=False, completed=state(0, 0)) for name in "ab"]
+        assert decide(new, Quorum.MAJORITY).describe() == "nobody here has been in a view of this run before"
+
+    def test_a_withdrawal_is_not_believed_before_it_is_needed(self) -> None:
+        """Its promises bind: d said {d, x} before it withdrew, and the other three need not know."""
+        gone = replace(farewell("d", n=7), pending=(view(7, "d x"),))
+        assert decide([word(name, seen=(gone,)) for name in "abc"], Quorum.STRICT).holds
+        assert not judge([word(name, seen=(gone,)) for name in "abc"], [gone]).holds
