@@ -140,8 +140,19 @@ class InnerKeeper:
         return state if state.tensors or any(state.values) else None
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        self._thread = threading.Thread(target=work, name=f"{THREAD_PREFIX}{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=[work], name=f"{THREAD_PREFIX}{name}", daemon=True
+        )
         self._thread.start()
+
+    def _work(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            _say(f"{self._folder}: {error.strerror}; the optimizer's state is not kept, training goes on")
+        except Exception as error:  # noqa: BLE001 memory, or a dtype that this safetensors does not write
+            self._refused = True
+            _say(f"the optimizer's state is not kept: {type(error).__name__}: {error}; training goes on")
 
     def _make_room(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fresh memory is slow at its first touch: it is touched here."""
@@ -150,11 +161,7 @@ class InnerKeeper:
         }
 
     def _write(self, state: InnerState) -> None:
-        try:
-            inner_state.write(self._folder, state)
-        except OSError as error:
-            _say(f"{self._folder}: {error.strerror}; the optimizer's state is not kept, training goes on")
-            return
+        inner_state.write(self._folder, state)
         self._written = (state.lineage, state.ahead)
 
 

@@ -256,6 +256,22 @@ def test_a_disk_that_refuses_is_told_of_and_tried_again(
     assert momentum_of(trainer.on_disk()) == trainer.momentum
 
 
+def test_any_other_fault_of_writing_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("a dtype of its own")
+
+    monkeypatch.setattr(inner_state, "write", fails)
+    trainer = Trainer(tmp_path)
+    for number in range(1, 6):
+        trainer.step((2, number))
+        trainer.settle()
+    trainer.keeper.close()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "KeyError: 'a dtype of its own'; training goes on" in said
+
+
 def test_without_any_state_nothing_is_written(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, inner=lambda p: torch.optim.SGD(p, lr=0.1))
     for number in range(1, 4):
