@@ -15,8 +15,8 @@ class Journal:
 
     def __init__(self, home: Path, peer_id: str) -> None:
         self._peer_id = peer_id
-        self._metrics: IO[str] = open(home / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self._events: IO[str] = open(home / "events.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._metrics = _open(home / "metrics.jsonl")
+        self._events = _open(home / "events.jsonl")
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
 
     def round(self, **facts: Any) -> None:
@@ -37,6 +37,16 @@ class Journal:
     def close(self) -> None:
         self._metrics.close()
         self._events.close()
+
+
+def _open(path: Path) -> IO[str]:
+    """To append to; a last line that a crash or a full disk cut short is ended, so that the next one is whole."""
+    file = open(path, "a", buffering=1)  # noqa: SIM115
+    with contextlib.suppress(OSError), path.open("rb") as written:
+        written.seek(max(0, file.tell() - 1))
+        if written.read(1) not in (b"", b"\n"):
+            file.write("\n")
+    return file
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ The last line of standard output with --json is one object with these keys:
   ledger_exact  whether every sample of every finished epoch counted exactly once, or is on record as given up
   orphans       processes, sockets, files and shared memory that outlived their peers, and growth of living ones
   runs          how many; rounds, samples and given_up: of them together; replayed: rounds that came out bit for bit
+  seeds         that made it; programs: digests of the product's sources at the time
   unnoticed     faults that nobody noticed
   unreached     exact cuts that did not come about (not counted)
   together      faults that came while another one lasted
@@ -31,6 +32,7 @@ Exit code 1 if any run diverged, hung, lost or repeated a sample or left somethi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
@@ -119,6 +121,7 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
     records = [r for o in outcomes for r in o.records]
     return {
         "seeds": [seed],
+        "programs": [program()],
         "faults": len(records),
         "kinds": dict(sorted(Counter(r.kind for r in records).items())),
         "diverged": sum(o.diverged for o in outcomes),
@@ -136,6 +139,14 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
         "found": [f"run {o.name}: {text}" for o in outcomes for text in o.found],
         "records": [asdict(r) for r in records],
     }
+
+
+def program() -> str:
+    """Of the product's sources that ran: the start of a digest over all of them."""
+    hasher = hashlib.blake2b(digest_size=6)
+    for path in sorted((ROOT / "p2p_dmc").rglob("*.py")):
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()
 
 
 def merged(results: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -27,11 +27,13 @@ RUN = "chaos"
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 SAMPLES, SAMPLE_BYTES = 512, 700
-EPOCHS_PER_FAULT = 1.0
+EPOCHS_PER_FAULT = 0.6
 DELAY_MS = 60
 START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 40.0, 45.0, 90.0, 180.0
 CALM_S = (0.0, 1.5)
 """From one recovery to the next fault."""
+AT_ONCE = (1, 2, 2, 3)
+"""How many faults come together."""
 AGAIN = 5
 """A peer that ends by itself while others are hurt is started again at most so often for one fault."""
 MORE_THREADS, MORE_FILES = 8, 32
@@ -154,26 +156,27 @@ class ChaosRun:
     # -- one fault, or two -----------------------------------------------------------------------------------
 
     def choose(self, most: int, only: str | None) -> list[Fault]:
-        """What comes next: one fault, or two that do not wait for each other, on different peers."""
+        """What comes next: up to AT_ONCE faults that do not wait for each other, on different peers."""
         rng = self.rng
         first = self.one(rng.choice(self.hosts.peers), only)
-        others = [p for p in self.hosts.peers if p is not first.victim]
-        if isinstance(first, PhaseCut) and first.phase in kinds.VIEW_PHASES:
-            companion: Fault = rng.choice((kinds.KillTrainer, kinds.KillAgent))(
-                self.hosts, rng.choice(others), rng
-            )
-            return [first, companion]
+        others = rng.sample([p for p in self.hosts.peers if p is not first.victim], len(NAMES) - 1)
         if isinstance(first, PhaseCut) and first.phase == "adopting":
             return [first, kinds.KillAgent(self.hosts, first.victim, rng)]
+        chosen = [first]
         if isinstance(first, PhaseCut) and first.phase == "serving":
-            return [first, kinds.KillAgent(self.hosts, rng.choice(others), rng)]
-        if only is None and most > 1 and rng.random() < 0.3 and not isinstance(first, kinds.KillAll):
-            second = self.one(rng.choice(others), None)
-            needs_more = isinstance(second, kinds.KillAll) or (
-                isinstance(second, PhaseCut) and second.phase in kinds.STATE_PHASES
-            )
-            return [first] if needs_more else [first, second]
-        return [first]
+            chosen.append(kinds.KillAgent(self.hosts, others.pop(), rng))
+        if isinstance(first, PhaseCut) and first.phase in kinds.VIEW_PHASES:
+            kind = rng.choice((kinds.KillTrainer, kinds.KillAgent))
+            chosen.append(kind(self.hosts, others.pop(), rng))
+        more = rng.choice(AT_ONCE) if only is None and not isinstance(first, kinds.KillAll) else 1
+        while len(chosen) < min(more, most):
+            fault = self.one(others.pop(), None)
+            if isinstance(fault, kinds.KillAll) or (
+                isinstance(fault, PhaseCut) and fault.phase in kinds.STATE_PHASES
+            ):
+                break  # it needs peers that nothing else happens to
+            chosen.append(fault)
+        return chosen
 
     def one(self, victim: Peer, only: str | None) -> Fault:
         rng = self.rng
@@ -200,6 +203,8 @@ class ChaosRun:
         happened = self.await_proof(faults)
         records = {id(f): self.record(f, len(happened) > 1) for f in happened}
         self.outcome.records += records.values()
+        if not patient:
+            self.revive()
         self.pause(max([self.rng.uniform(*f.brief_s) for f in happened], default=0.0))
         if patient:
             self.await_notice([f for f in happened if f.victim.running], records, NOTICE_S)

@@ -36,7 +36,10 @@ TAIL_LINES, LINE_CHARACTERS = 25, 300
 
 
 class Lines:
-    """The whole lines of a journal, as far as it has been written; only what is new is read again."""
+    """The whole lines of a journal, as far as it has been written; only what is new is read again.
+
+    What a full disk cut short is left out, as `observe.journal.read_lines` does.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,7 +53,9 @@ class Lines:
             data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._offset += len(whole)
-            self._lines += [json.loads(text) for text in whole.splitlines() if text.strip()]
+            for text in whole.splitlines():
+                with contextlib.suppress(ValueError):
+                    self._lines.append(json.loads(text))
         return self._lines
 
 
