@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,34 @@ def test_not_oftener_than_asked_for_but_at_the_end(tmp_path: Path, capfd: pytest
     trainer.keeper.close()
     assert trainer.on_disk() is None, "the same state was written twice"
     assert capfd.readouterr().err == ""
+
+
+def test_the_next_one_is_due_a_while_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(inner_keeper, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    trainer = Trainer(tmp_path, every_s=60.0)
+    found = []
+    for number, now_s in enumerate((159.0, 160.0, 161.0, 220.0, 221.0, 222.0, 281.0), start=1):
+        clock[0] = now_s
+        trainer.step((2, number))
+        trainer.settle()
+        state = trainer.on_disk()
+        found.append(state.lineage[1] if state else 0)
+    assert found == [0, 0, 3, 3, 5, 5, 7], "160: room for the copy; 161, 221, 281: written"
+
+
+def test_a_state_of_any_layout(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    across = torch.arange(6.0).reshape(2, 3).t()
+    trainer.inner.state[trainer.weight]["factor"] = across
+    for number in (1, 2):
+        trainer.step((2, number))
+        trainer.settle()
+    for again in ("by the thread", "at the end"):
+        state = trainer.on_disk()
+        assert state is not None and torch.equal(state.tensors["weight/factor"], across), again
+        trainer.step()
+        trainer.keeper.close()
 
 
 def test_a_session_without_a_complete_round_leaves_what_is_there(tmp_path: Path) -> None:

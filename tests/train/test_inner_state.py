@@ -153,6 +153,14 @@ def test_dtypes_numbers_and_counts_come_back(tmp_path: Path) -> None:
     assert restored.param_groups[0]["k"] == 4
     assert restored.param_groups[0]["lr"] == 0.125, "the learning rate is the script's"
 
+    same = Counting(again.parameters())
+    inner_state.restore(read(tmp_path), same, named(again))
+    assert same.param_groups[0]["lr"] == 0.5, "also where it is what it was at first"
+    other = Counting(again.parameters())
+    other.param_groups[0]["k"] = 100
+    inner_state.restore(read(tmp_path), other, named(again))
+    assert other.param_groups[0]["k"] == 100, "the script counts from elsewhere now"
+
 
 def test_parameters_are_told_apart_by_name_not_by_place(tmp_path: Path) -> None:
     model = net()
