@@ -70,6 +70,18 @@ class Agreement(AgreementMachine):
         name = f"view {self.view.view_epoch}"
         return f"{here} of {len(self.view.members)} members of {name} answer; waiting for {', '.join(gone)}"
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Peers without which no round can be had: until they are back, or evicted."""
+        if self._withdrawn or self.left_out:
+            return ()
+        if self._attempt is not None:
+            decision = self._decision
+            return decision.awaited if decision is not None else ()
+        if self.view is None or self._enough_causes(self.view):
+            return ()
+        return tuple(member.peer_id for member in self.view.voters if self._lost(member))
+
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` has something to do."""
         deadlines = [now_ms + IDLE_MS]
@@ -117,7 +129,7 @@ class Agreement(AgreementMachine):
             self._accepted = False
         elif self._attempt is None or self.left_out:
             self._open(self._n + 1, peers, (), (self.me.peer_id,), "founding or reopening")
-        elif self._attempt.grow(peers, (), (self.me.peer_id,), self._now):
+        elif self._attempt.grow(peers, (), (self.me.peer_id,), (), self._now):
             self._say(self._attempt, "more peers to found with")
         return self._finish()
 
@@ -170,6 +182,20 @@ class Agreement(AgreementMachine):
             self._book.promised.clear()
             if self._last is not None and not self.left_out:
                 self._open(self._n + 1, (), (), (), "back again")
+        return self._finish()
+
+    def evict(self, peer_id: str, now_ms: int) -> Ready:
+        """An operator says that this peer is gone for good. Refused for one that is not waited for.
+
+        Once all that are waited for are evicted, the others go on under a new history: the evicted one, and whoever
+        else is still in the old one, has to give that up.
+        """
+        self._begin(now_ms)
+        if peer_id in self.awaited:
+            self._evicted.add(peer_id)
+            self._hasten()
+        else:
+            self._accepted = False
         return self._finish()
 
     def wants_change(self, reason: str, now_ms: int, *, at_once: bool) -> Ready:
@@ -271,6 +297,8 @@ class Agreement(AgreementMachine):
         self._freeze()
         self.view, self._word, self._attempt, self._last, self._late = None, None, None, None, None
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
+        self._replaced = ()
+        self._evicted.clear()
         self._base = self._known = self._disk_base = self._disk_known = None
         self._pending.clear()
         self.committed_lineage, self.behind, self._persist = (0, 0), False, True

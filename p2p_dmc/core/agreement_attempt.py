@@ -18,7 +18,7 @@ from p2p_dmc.core.agreement_messages import (
 class Attempt:
     """Attempt n: the sets as this peer says them, and what everybody said last.
 
-    Invariant: `candidates`, `stopped` and `voters` only grow.
+    Invariant: `candidates`, `stopped`, `voters` and `evicted` only grow.
     """
 
     def __init__(self, *, n: int, content: Propose, now_ms: int) -> None:
@@ -28,6 +28,7 @@ class Attempt:
         self.candidates: set[str] = set()
         self.stopped: set[str] = set()
         self.voters: set[str] = set()
+        self.evicted: set[str] = set()
         self.words: dict[str, Propose] = {}
         self.since_ms: dict[str, int] = {}
         """When each candidate was first asked."""
@@ -38,24 +39,30 @@ class Attempt:
         """The words of the last decision, which was no."""
 
     def grow(
-        self, candidates: Iterable[str], stopped: Iterable[str], voters: Iterable[str], now_ms: int
+        self,
+        candidates: Iterable[str],
+        stopped: Iterable[str],
+        voters: Iterable[str],
+        evicted: Iterable[str],
+        now_ms: int,
     ) -> bool:
         """Take the union; True if it is more than before. Only candidates can be stopped, or vote."""
         before = self._size
         self.candidates |= set(candidates)
         self.stopped |= set(stopped) & self.candidates
         self.voters |= set(voters) & self.candidates
+        self.evicted |= set(evicted)
         for peer in self.candidates:
             self.since_ms.setdefault(peer, now_ms)
         return self._size != before
 
     @property
     def _size(self) -> int:
-        return len(self.candidates) + len(self.stopped) + len(self.voters)
+        return len(self.candidates) + len(self.stopped) + len(self.voters) + len(self.evicted)
 
     @property
-    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        return tuple(sorted(self.candidates)), tuple(sorted(self.stopped)), tuple(sorted(self.voters))
+    def sets(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(sorted(one)) for one in (self.candidates, self.stopped, self.voters, self.evicted))
 
     @property
     def members(self) -> tuple[str, ...]:

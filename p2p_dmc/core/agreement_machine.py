@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from p2p_dmc.core.agreement_attempt import Attempt, said_set
 from p2p_dmc.core.agreement_messages import (
+    REPLACED_MAX,
     Cause,
     MemberId,
     Propose,
     Ready,
+    Replaced,
     StateRef,
     Stopped,
     Surpassed,
@@ -91,6 +93,7 @@ class AgreementMachine(AgreementState):
             seen=(),
             vote_floor=self._vote_floor,
             joined=bool(self.history),
+            replaced=self._replaced,
             payload=self._payload(),
         )
         attempt = Attempt(n=n, content=content, now_ms=self._now)
@@ -100,12 +103,13 @@ class AgreementMachine(AgreementState):
         everybody = {self.me.peer_id, *self._last_peers(), *candidates}
         gone = {peer for peer in everybody if peer != self.me.peer_id and self._book.gone(peer)}
         remembered = [v for v in self._last.voters if not self._book.superseded(v)] if self._last else []
-        attempt.grow(everybody, {*stopped, *gone}, {*voters, *(v.peer_id for v in remembered)}, self._now)
+        voting = {*voters, *(v.peer_id for v in remembered)}
+        attempt.grow(everybody, {*stopped, *gone}, voting, self._evicted, self._now)
         self._say(attempt, why)
 
     def _say(self, attempt: Attempt, why: str) -> None:
         """Say the sets as they are now. On disk first: somebody may install them."""
-        candidates, stopped, voters = attempt.sets
+        candidates, stopped, voters, evicted = attempt.sets
         voting = [self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.voting]
         if voting:  # without, nobody can install it
             self._pending.add(said_set(attempt.n, voting))
@@ -117,6 +121,7 @@ class AgreementMachine(AgreementState):
             candidates=candidates,
             stopped=stopped,
             voters=voters,
+            evicted=evicted,
             pending=tuple(sorted(self._pending)),
             seen=tuple(records[member] for member in sorted(records)),
             version=self.promise_version,
@@ -127,9 +132,10 @@ class AgreementMachine(AgreementState):
         for peer in candidates:
             self._send(peer, word)
         learners = "+".join(peer for peer in attempt.members if peer not in voters)
+        gone = f", evicted {'+'.join(evicted)}" if evicted else ""
         self._note(
             f"proposes {attempt.n} {'+'.join(attempt.voting)}{f' teaching {learners}' if learners else ''} "
-            f"without {'+'.join(stopped) or 'none'}: {why}"
+            f"without {'+'.join(stopped) or 'none'}{gone}: {why}"
         )
 
     def _advance(self, attempt: Attempt) -> None:
@@ -138,7 +144,7 @@ class AgreementMachine(AgreementState):
         stopped = {peer for peer in attempt.members if peer != me and self._book.gone(peer)}
         stopped |= self._silent(attempt)
         refused = self._decision is not None and not self._decision.holds
-        if attempt.grow(self._joiners() if refused else (), stopped, (), self._now):
+        if attempt.grow(self._joiners() if refused else (), stopped, (), self._evicted, self._now):
             self._say(attempt, "the sets grew")
         words = attempt.agreed()
         if words is not None and words != attempt.judged:
@@ -223,7 +229,14 @@ class AgreementMachine(AgreementState):
             holders=tuple(word.sender for word in words if word.completed == decision.start),
             payloads=tuple(word.payload for word in words),
             stopped=words[0].stopped,
+            parent=history if decision.thin else b"",
+            evicted=words[0].evicted if decision.thin else (),
         )
+        self._replaced = max((word.replaced for word in words), key=lambda said: (len(said), said))
+        if view.parent:
+            taken = Replaced(history=view.parent, lineage=view.start.lineage)
+            self._replaced = (taken, *self._replaced)[:REPLACED_MAX]
+        self._evicted.clear()
         if decision.thin:
             self._pending.clear()
             self._base = self._disk_base = self._disk_known = None
@@ -343,6 +356,7 @@ class AgreementMachine(AgreementState):
     def _follow(self, word: Propose) -> None:
         """Move to a greater n that somebody else said."""
         self._court(word)
+        self._evicted |= set(word.evicted)
         voters = {*word.voters, self.me.peer_id} if self._may_vote(word) else word.voters
         self._open(word.n, word.candidates, self._admissible(word), voters, f"{word.sender.peer_id} says so")
         if self._attempt is not None:
@@ -361,8 +375,9 @@ class AgreementMachine(AgreementState):
 
     def _merge(self, attempt: Attempt, word: Propose) -> None:
         self._court(word)
+        self._evicted |= set(word.evicted)
         attempt.hear(word)
-        if attempt.grow(word.candidates, self._admissible(word), word.voters, self._now):
+        if attempt.grow(word.candidates, self._admissible(word), word.voters, self._evicted, self._now):
             self._say(attempt, f"with {word.sender.peer_id}")
         elif word.asks:
             self._send(word.sender.peer_id, attempt.words[self.me.peer_id])

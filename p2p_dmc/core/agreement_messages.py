@@ -23,6 +23,7 @@ PEER_ID_MAX = 128
 NUMBER_MAX = 2**62
 MEMBERS_MAX = 4096
 PENDING_MAX = 8192
+REPLACED_MAX = 8
 PAYLOAD_MAX_BYTES = 256 * 1024
 
 
@@ -100,6 +101,21 @@ class ViewRef:
         return tuple(member.peer_id for member in self.members)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Replaced:
+    """A history that another one took the place of: whoever is still in it gives it up."""
+
+    history: bytes
+    lineage: tuple[int, int]
+    """Where the other one begins: states up to this one belong to both."""
+
+    def __post_init__(self) -> None:
+        _require(len(self.history) == DIGEST_BYTES, f"a history id has 16 bytes, not {len(self.history)}")
+        _require(len(self.lineage) == 2, "a lineage is (view epoch, round)")
+        for number in self.lineage:
+            _require_number(number, "lineage")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
     """What must be on disk before it is said; what a restarted agent begins with."""
@@ -115,9 +131,12 @@ class Promises:
     """Every set said since base, every set of one attempt too: somebody may have installed it."""
     courted: bytes = b""
     """The history this newcomer was asked to join, before it has been in a view of it: it founds no other."""
+    replaced: tuple[Replaced, ...] = ()
+    """Those that `history` took the place of, newest first: the newest few."""
 
     def __post_init__(self) -> None:
         _require_number(self.n, "n")
+        _require(len(self.replaced) <= REPLACED_MAX, f"{len(self.replaced)} replaced histories are too many")
         _require_history(self.history)
         _require_history(self.courted)
         _require(len(self.pending) <= PENDING_MAX, f"{len(self.pending)} pending views are too many")
@@ -145,9 +164,9 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """A word: what one peer says in attempt `n` about the sets (A, D, V).
+    """A word: what one peer says in attempt `n` about the sets (A, D, V, E).
 
-    Its content is fixed at the first word of n, and there is one word per (sender, n, A, D, V): repeated, it is
+    Its content is fixed at the first word of n, and there is one word per (sender, n, A, D, V, E): repeated, it is
     the same but for `installed` and `asks`.
     """
 
@@ -174,6 +193,10 @@ class Propose:
     """Of the sender's promises; see `Promised`."""
     joined: bool = False
     """The sender has been in a view of this history: it does not only want to join."""
+    evicted: tuple[str, ...] = ()
+    """E: peer ids, sorted, of which an operator says that they are gone for good: nobody waits for them."""
+    replaced: tuple[Replaced, ...] = ()
+    """What the sender's history took the place of."""
     payload: bytes = b""
     installed: bool = False
     """The sender has installed this view; whoever has not, and is in it, may."""
@@ -187,6 +210,8 @@ class Propose:
         _require_sorted(self.candidates, "candidates")
         _require_sorted(self.stopped, "stopped")
         _require_sorted(self.voters, "voters")
+        _require_sorted(self.evicted, "evicted")
+        _require(len(self.replaced) <= REPLACED_MAX, f"{len(self.replaced)} replaced histories are too many")
         _require(self.sender.peer_id in self.candidates, "the sender is not a candidate of its own proposal")
         _require(self.sender.peer_id not in self.stopped, "the sender proposes to leave itself out")
         _require(set(self.stopped) <= set(self.candidates), "stopped peers that were never candidates")
@@ -196,8 +221,8 @@ class Propose:
         _require(len(self.payload) <= PAYLOAD_MAX_BYTES, f"payload of {len(self.payload)} bytes is too large")
 
     @property
-    def sets(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        return self.candidates, self.stopped, self.voters
+    def sets(self) -> tuple[tuple[str, ...], ...]:
+        return self.candidates, self.stopped, self.voters, self.evicted
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -214,7 +239,7 @@ class Propose:
     def digest(self) -> bytes:
         """Of everything that is the same each time the word is said."""
         facts = (self.history, self.n, self.sender, self.sets, self.completed, self.base, self.known)
-        promises = (self.pending, self.seen, self.vote_floor, self.joined, self.version)
+        promises = (self.pending, self.seen, self.vote_floor, self.joined, self.version, self.replaced)
         hashed = hashlib.blake2b(repr((facts, promises)).encode(), digest_size=DIGEST_BYTES)
         hashed.update(self.payload)
         return hashed.digest()
@@ -301,6 +326,10 @@ class View:
     """What each member said besides, in ring order."""
     stopped: tuple[str, ...]
     """D: those left out of this view."""
+    parent: bytes = b""
+    """The history that this view's takes the place of; empty when this view does not begin one."""
+    evicted: tuple[str, ...] = ()
+    """Peer ids whose eviction let it take that place."""
 
     @property
     def ref(self) -> ViewRef:

@@ -50,6 +50,9 @@ class AgreementState:
         self.history = promises.history
         """Of the views this peer has been in; empty for a newcomer."""
         self._courted = promises.courted
+        self._replaced = promises.replaced
+        self._evicted: set[str] = set()
+        """Said by an operator, here or elsewhere, to be gone for good; forgotten with the next view."""
         self.promise_version = 0
         """Grows with what this peer promised; its acknowledgements of probes should carry it."""
         self._quorum, self._payload, self._rng, self._settings = quorum, payload, rng, settings
@@ -116,6 +119,7 @@ class AgreementState:
             known=self._disk_known,
             pending=tuple(sorted(self._pending)),
             courted=self._courted,
+            replaced=self._replaced,
         )
 
     # -- a standing view: is there cause to leave it? --------------------------------------------
@@ -144,6 +148,8 @@ class AgreementState:
         return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
 
     def _uncounted(self, member: MemberId, view: View) -> bool:
+        if member.peer_id in self._evicted:
+            return True
         if self._book.superseded(member) or (self._quorum is Quorum.ANY and self._lost(member)):
             return True
         record = self._book.records.get(member)

@@ -54,7 +54,7 @@ class Decision:
     known: ViewRef | None
     """The view that the start state comes from, where anybody knows it."""
     thin: bool = False
-    """Only `Quorum.ANY` lets this stand, under a new history."""
+    """Only `Quorum.ANY`, or an operator who evicted all that are waited for, lets this stand: under a new history."""
     lacking: tuple[Count, ...] = ()
     absent: tuple[str, ...] = ()
     """Peers that may have a state which nobody present has."""
@@ -62,6 +62,11 @@ class Decision:
     """How many of the candidates would vote in the view; with none it does not hold."""
     strangers: bool = False
     """Nobody present has been in a view of this history: all were about to join, and know nothing of it."""
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Peers whose presence it lacks, sorted."""
+        return tuple(sorted({peer for count in self.lacking for peer in count.missing} | set(self.absent)))
 
     def describe(self) -> str:
         """Why it does not hold, for people."""
@@ -72,8 +77,7 @@ class Decision:
             reasons.append("nobody here has been in a view of this run before")
         if self.absent:
             reasons.append(f"newer work may be on {', '.join(self.absent)}")
-        waiting = sorted({peer for count in self.lacking for peer in count.missing} | set(self.absent))
-        return "; ".join(reasons) + (f"; waiting for {', '.join(waiting)}" if waiting else "")
+        return "; ".join(reasons) + (f"; waiting for {', '.join(self.awaited)}" if self.awaited else "")
 
 
 def start_state(words: Sequence[Propose]) -> StateRef:
@@ -147,9 +151,11 @@ def decide(words: Sequence[Propose], quorum: Quorum) -> Decision:
         if decision.holds:
             break
         decision = judge(words, records)
-    if decision.holds or decision.strangers or not decision.voters or quorum is not Quorum.ANY:
+    if decision.holds or decision.strangers or not decision.voters:
         return decision
-    return Decision(holds=True, start=decision.start, known=decision.known, thin=True)
+    if quorum is Quorum.ANY or set(decision.awaited) <= set(words[0].evicted):
+        return Decision(holds=True, start=decision.start, known=decision.known, thin=True)
+    return decision
 
 
 def judge(words: Sequence[Propose], records: Collection[Stopped]) -> Decision:

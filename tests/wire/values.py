@@ -11,7 +11,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from p2p_dmc.core.agreement_messages import MemberId, Propose, StateRef, Stopped, ViewRef, Withdrawal
+from p2p_dmc.core.agreement_messages import (
+    MemberId,
+    Propose,
+    Replaced,
+    StateRef,
+    Stopped,
+    ViewRef,
+    Withdrawal,
+)
 from p2p_dmc.core.membership_messages import MemberRecord, MemberState, Role
 from p2p_dmc.wire import codec, messages, trainer_messages, transport
 from p2p_dmc.wire.messages import BulkRequest
@@ -97,6 +105,7 @@ def _proposals() -> st.SearchStrategy[Propose]:
             "candidates": st.just(candidates),
             "stopped": st.just(stopped),
             "voters": st.just(voters),
+            "evicted": st.lists(PEER_IDS, max_size=3, unique=True).map(lambda ids: tuple(sorted(ids))),
         }
         return Propose(**{name: draw(value) for name, value in _fields_of(Propose, **given).items()})
 
@@ -126,6 +135,7 @@ SPECIAL: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
     Propose: _proposals,
     MemberRecord: _records,
     StateRef: lambda: st.builds(StateRef, lineage=st.tuples(COUNTS, COUNTS), digest=DIGESTS),
+    Replaced: lambda: st.builds(Replaced, history=DIGESTS, lineage=st.tuples(COUNTS, COUNTS)),
     Withdrawal: lambda: st.builds(
         Withdrawal,
         **_fields_of(Withdrawal, stopped=st.builds(Stopped, **_fields_of(Stopped, withdrawn=st.just(True)))),
