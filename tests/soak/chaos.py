@@ -51,7 +51,8 @@ from tests.soak.chaos_run import ChaosRun, Outcome  # noqa: E402
 from tests.soak.hosts import missing_tools  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-QUICK_FAULTS, QUICK_S = 10, 60.0
+QUICK_FAULTS, QUICK_S = 10, 50.0
+USUAL_FAULTS = 25
 
 
 def main() -> int:
@@ -80,8 +81,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="at most two minutes")
     parser.add_argument("--seed", type=int, default=0, help="of faults, victims and moments")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    parser.add_argument("--faults", type=int, default=25, help="stop after so many")
-    parser.add_argument("--hours", type=float, help="stop after so long instead")
+    parser.add_argument("--faults", type=int, help=f"stop after so many; default {USUAL_FAULTS}")
+    parser.add_argument("--hours", type=float, help="stop after so long")
     parser.add_argument("--per-run", type=int, default=25, help="faults before the peers are let to the end")
     parser.add_argument("--only", metavar="KIND", help="one kind alone, as `kinds` names it")
     parser.add_argument("--out", action="store_true", help=f"write the result to {RESULTS.relative_to(ROOT)}")
@@ -96,7 +97,7 @@ def runs(args: argparse.Namespace) -> Iterable[Outcome]:
     """Run after run until there were faults enough, or the time is over."""
     begun_s, suffered, number = time.monotonic(), 0, 0
     limit_s = 3600 * args.hours if args.hours else QUICK_S if args.quick else None
-    wanted = QUICK_FAULTS if args.quick else None if args.hours else args.faults
+    wanted = QUICK_FAULTS if args.quick else args.faults or (None if args.hours else USUAL_FAULTS)
     while (wanted is None or suffered < wanted) and (limit_s is None or time.monotonic() - begun_s < limit_s):
         faults = args.per_run if wanted is None else min(args.per_run, wanted - suffered)
         until_s = None if limit_s is None else begun_s + limit_s

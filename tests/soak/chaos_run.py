@@ -30,9 +30,9 @@ SAMPLES, SAMPLE_BYTES = 512, 700
 EPOCHS_PER_FAULT = 0.6
 DELAY_MS = 60
 START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 40.0, 45.0, 90.0, 180.0
-CALM_S = (0.0, 1.5)
+CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
-AT_ONCE = (1, 2, 2, 3)
+AT_ONCE = (1, 2, 3, 3)
 """How many faults come together."""
 AGAIN = 5
 """A peer that ends by itself while others are hurt is started again at most so often for one fault."""
