@@ -35,6 +35,7 @@ import argparse
 import hashlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -181,4 +182,5 @@ def words(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts and disks are removed
     sys.exit(main())

@@ -7,7 +7,7 @@ import random
 import shutil
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,10 @@ AGAIN = 5
 MORE_THREADS, MORE_FILES = 8, 32
 """Growth of a process that is no chance: a view's group has a few of each, and lives a moment longer than its view."""
 ANY_NUMBER = 1 << 30
+
+
+Plan = Callable[[Hosts, random.Random], Sequence[Fault]]
+"""Makes the faults of one moment."""
 
 
 @dataclass(slots=True)
@@ -91,17 +95,20 @@ class ChaosRun:
         until_s: float | None = None,
         only: str | None = None,
         keep: Path | None = None,
+        plan: Sequence[Plan] = (),
     ) -> Outcome:
         """So many faults, or as many as fit before ``until_s`` (monotonic), and the end.
 
-        ``keep``: where the homes of a run that failed are copied to.
+        ``keep``: where the homes of a run that failed are copied to. ``plan``: what comes, instead of chance.
         """
         self.epochs = max(6, round(faults * EPOCHS_PER_FAULT))
         with Hosts(self.root, NAMES) as hosts:
             self.hosts = hosts
             try:
                 self.start()
-                while len(self.outcome.records) < faults and not self.late(until_s):
+                for planned in plan:
+                    self.suffer(planned(hosts, self.rng))
+                while not plan and len(self.outcome.records) < faults and not self.late(until_s):
                     self.suffer(self.choose(faults - len(self.outcome.records), only))
                 self.measure(grown=True)
                 hosts.hurry()

@@ -385,12 +385,14 @@ class PhaseCut(Fault):
 
     brief_s = (1.0, 4.0)
 
-    def __init__(self, hosts: Hosts, victim: Peer, rng: random.Random, phase: str) -> None:
+    def __init__(
+        self, hosts: Hosts, victim: Peer, rng: random.Random, phase: str, action: str | None = None
+    ) -> None:
         super().__init__(hosts, victim, rng)
         self.phase = phase
         self.trainers = phase in phases.TRAINER_PHASES
         actions = ("kill", "kill", "kill-both", "stop") if self.trainers else ("kill", "kill", "stop")
-        self.action = rng.choice(actions)
+        self.action = action or rng.choice(actions)
         self.kind = f"{self.action} at {phase}"  # type: ignore[misc]
         self.deadly = self.action != "stop"
         self._line: dict[str, Any] = {}
