@@ -8,10 +8,19 @@ import pytest
 
 from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
+    MEMBERS_MAX,
+    NUMBER_MAX,
+    PAYLOAD_MAX_BYTES,
+    PEER_ID_MAX,
+    PENDING_MAX,
+    REPLACED_MAX,
     UNKNOWN_BOOT,
+    AgreementSettings,
     MemberId,
     Promised,
+    Promises,
     Propose,
+    Replaced,
     StateRef,
     Stopped,
     Verdict,
@@ -213,6 +222,12 @@ def test_what_no_view_names_is_forgotten_but_for_those_who_are_away() -> None:
 
 
 class TestDecision:
+    def test_a_forgotten_view_is_held_by_all_its_peers(self) -> None:
+        """And nothing new begins then: it is the same history."""
+        forgot = [word(f"{name}2", base=None, known=None, pending=(V,)) for name in "abcd"]
+        decision = decide(forgot, Quorum.MAJORITY)
+        assert decision.holds and not decision.thin
+
     def test_whoever_is_accounted_for_is_not_missed(self) -> None:
         count = count_votes(V, {"d": word("d")}, {member("b")})
         assert (count.counted, count.missing, count.holds) == (3, ("a", "c"), False)
@@ -251,3 +266,94 @@ class TestDecision:
         gone = replace(farewell("d", n=7), pending=(view(7, "d x"),))
         assert decide([word(name, seen=(gone,)) for name in "abc"], Quorum.STRICT).holds
         assert not judge([word(name, seen=(gone,)) for name in "abc"], [gone]).holds
+
+
+class TestMessages:
+    """What is too much, or makes no sense, is refused when it is built: from whomever it comes."""
+
+    def test_numbers(self) -> None:
+        for n in (-1, NUMBER_MAX + 1):
+            with pytest.raises(ValueError, match=r"n -?\d+ is outside"):
+                Promises(n=n)
+        assert Promises(n=NUMBER_MAX).n == NUMBER_MAX
+
+    def test_names(self) -> None:
+        for name in ("", "x" * (PEER_ID_MAX + 1)):
+            with pytest.raises(ValueError, match="odd length"):
+                MemberId(peer_id=name, boot=1)
+            with pytest.raises(ValueError, match="an odd peer id"):
+                word("a", candidates=tuple(sorted(("a", name))))
+        assert MemberId(peer_id="x" * PEER_ID_MAX, boot=1)
+
+    def test_sets_are_sorted_and_not_too_large(self) -> None:
+        many = tuple(f"a{number:05}" for number in range(MEMBERS_MAX))
+        assert word("a", candidates=("a", *many[1:])).members[0] == "a"
+        for names, what in ((("a", *many), "too many"), (("b", "a"), "sorted"), (("a", "a"), "sorted")):
+            with pytest.raises(ValueError, match=what):
+                word("a", candidates=names)
+
+    def test_views_have_members(self) -> None:
+        for count in (0, MEMBERS_MAX + 1):
+            members = tuple(MemberId(peer_id=f"{number:05}", boot=1) for number in range(count))
+            with pytest.raises(ValueError, match="1 to 4096 members"):
+                ViewRef(view_epoch=1, members=members)
+
+    def test_lineages_and_digests(self) -> None:
+        for lineage in ((1,), (1, 2, 3)):
+            with pytest.raises(ValueError, match="a lineage is"):
+                StateRef(lineage=lineage, digest=b"s" * 16)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="a lineage is"):
+                Replaced(history=b"h" * 16, lineage=lineage)  # type: ignore[arg-type]
+        for length in (0, 15, 17):
+            with pytest.raises(ValueError, match="a digest has 16 bytes"):
+                StateRef(lineage=(1, 2), digest=b"s" * length)
+            with pytest.raises(ValueError, match="a history id has 16 bytes"):
+                Replaced(history=b"h" * length, lineage=(1, 2))
+        for length in (15, 17):
+            with pytest.raises(ValueError, match="0 or 16 bytes"):
+                Promises(history=b"h" * length)
+
+    def test_promises_are_not_too_many(self) -> None:
+        most, more = (V,) * PENDING_MAX, (V,) * (PENDING_MAX + 1)
+        told = promised("a", version=1)
+        for build in (
+            lambda pending: Promises(pending=pending),
+            lambda pending: Stopped(member=member("a"), pending=pending),
+            lambda pending: word("a", pending=pending),
+            lambda pending: replace(told, pending=pending),
+        ):
+            assert len(build(most).pending) == PENDING_MAX
+            with pytest.raises(ValueError, match="pending views are too many"):
+                build(more)
+
+    def test_nor_is_what_a_word_brings_besides(self) -> None:
+        gone = Replaced(history=b"h" * 16, lineage=(1, 2))
+        for field, most, more in (
+            ("seen", (farewell("a", n=1),) * MEMBERS_MAX, (farewell("a", n=1),)),
+            ("payload", b"p" * PAYLOAD_MAX_BYTES, b"p"),
+            ("replaced", (gone,) * REPLACED_MAX, (gone,)),
+        ):
+            word("a", **{field: most})
+            with pytest.raises(ValueError, match=r"too many|too large"):
+                word("a", **{field: most + more})  # type: ignore[operator]
+        with pytest.raises(ValueError, match="too many"):
+            Promises(replaced=(gone,) * (REPLACED_MAX + 1))
+
+    def test_a_word_fits_itself(self) -> None:
+        for fields, what in (
+            ({"candidates": ("b",), "voters": ()}, "sender is not a candidate"),
+            ({"stopped": ("a",)}, "leave itself out"),
+            ({"stopped": ("b",)}, "stopped peers that were never"),
+            ({"voters": ("b",)}, "voters that were never"),
+        ):
+            with pytest.raises(ValueError, match=what):
+                word("a", **fields)
+
+    def test_who_is_stopped_is_no_member_and_votes_no_more(self) -> None:
+        said = word("a", candidates=("a", "b", "c"), stopped=("b",), voters=("a", "b"))
+        assert (said.members, said.voting) == (("a", "c"), ("a",))
+
+    def test_settings_are_positive(self) -> None:
+        for name in ("resend_ms", "cause_ttl_ms"):
+            with pytest.raises(ValueError, match=f"{name} must be positive"):
+                AgreementSettings(**{name: 0})
