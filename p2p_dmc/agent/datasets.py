@@ -17,7 +17,7 @@ from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement, placement
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.store import ShardMissing, Store, StoreFull
+from p2p_dmc.data.store import ShardMissing, Stamp, Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.journal import Journal
 from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
@@ -41,7 +41,8 @@ class Known:
     """One data set as this peer knows it."""
 
     manifest: Manifest
-    verified: set[int] = field(default_factory=set)
+    verified: dict[int, Stamp] = field(default_factory=dict)
+    """Shards that had the right digest while their file was as it is said here."""
     others: dict[str, OthersHoldings] = field(default_factory=dict)
     placed: Placement | None = None
     version: int = 1
@@ -101,8 +102,9 @@ class DataService:
 
     def add(self, manifest: Manifest) -> None:
         """A data set that this peer has just sharded; its shards are in the store, verified as they were written."""
-        known = Known(manifest=manifest, verified=set(self.store.holdings(manifest.digest)))
-        self._known[manifest.digest] = known
+        known = self._known[manifest.digest] = Known(manifest=manifest)
+        for shard in self.store.holdings(manifest.digest):
+            self._verified(known, shard, self.store.stamp(manifest.digest, shard))
         self._replace(known)
         self._announce_wanted = True
 
@@ -121,12 +123,21 @@ class DataService:
         return self.held(dataset).union(*(o.shards for o in known.others.values()))
 
     def usable(self, dataset: bytes, shard: int) -> bool:
-        """Held, and verified since this agent started: training never sees a damaged shard."""
+        """Held, and verified since this agent started and since its file was written to: training never sees a
+        damaged shard.
+        """
         known = self._known.get(dataset)
         if known is None or shard not in known.verified or not self.store.has(dataset, shard):
             return False
+        if self.store.stamp(dataset, shard) != known.verified[shard]:
+            del known.verified[shard]
+            return False
         self._in_use.add((dataset, shard))
         return True
+
+    def _verified(self, known: Known, shard: int, stamp: Stamp | None) -> None:
+        if stamp is not None:
+            known.verified[shard] = stamp
 
     def want(self, dataset: bytes, shard: int, then: Callable[[], None]) -> None:
         """Make a shard usable, ahead of re-placement; ``then`` is called when it is."""
@@ -313,7 +324,7 @@ class DataService:
         """A shard on disk turned out to be damaged or gone."""
         known = self._known[key[0]]
         if key[1] in known.verified or not self.store.has(*key):
-            known.verified.discard(key[1])
+            known.verified.pop(key[1], None)
             known.version += 1
             self._announce_wanted = True
 
@@ -362,7 +373,7 @@ class DataService:
             safe = full and all(p in known.others and shard in known.others[p].shards for p in holders)
             if self._me not in holders and safe and (dataset, shard) not in self._in_use:
                 self.store.drop(dataset, shard)
-                known.verified.discard(shard)
+                known.verified.pop(shard, None)
                 known.version += 1
                 self._announce_wanted = True
                 self._journal.event("dropped", shard=known.manifest.shard_digests[shard].hex())
@@ -408,8 +419,9 @@ class DataService:
         known = self._known[key[0]]
         try:
             if self.store.has(*key) and key[1] not in known.verified:
+                stamp = self.store.stamp(*key)
                 if await asyncio.to_thread(self.store.verify, *key):
-                    known.verified.add(key[1])
+                    self._verified(known, key[1], stamp)
                 else:
                     self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
                     self._lost_one(key)
@@ -441,7 +453,7 @@ class DataService:
             tried.add(sources[0])
             address = self._address(sources[0])
             if address is not None and await self._fetch_from(address, key, known):
-                known.verified.add(key[1])
+                self._verified(known, key[1], self.store.stamp(*key))
                 known.version += 1
                 self._announce_wanted = True
                 self._journal.event(

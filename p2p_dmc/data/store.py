@@ -37,7 +37,10 @@ from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest
 from p2p_dmc.data.partial import PART_SUFFIX, PartialShard
 from p2p_dmc.errors import RemoteProtocolError, UserError
 
-__all__ = ["PartialShard", "ShardMissing", "Store", "StoreFull"]
+__all__ = ["PartialShard", "ShardMissing", "Stamp", "Store", "StoreFull"]
+
+Stamp = tuple[int, int, int]
+"""Of a file: when it was last written to (ns), its size in bytes, its inode."""
 
 _STAGING = "staging-"
 _DATASET_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
@@ -215,6 +218,14 @@ class Store:
             pass  # unreadable is as good as damaged: another replica has it
         self.drop(dataset, shard_index)
         return False
+
+    def stamp(self, dataset: bytes, shard_index: int) -> Stamp | None:
+        """Of a shard's file; another one than before means that it was written to. None: there is no file."""
+        try:
+            found = self._dataset(dataset).path(shard_index).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def drop(self, dataset: bytes, shard_index: int) -> None:
         """Delete a shard. Whether other peers hold it is the caller's care. Nothing happens if not held."""

@@ -555,6 +555,34 @@ def test_after_a_start_a_shard_is_verified_before_it_is_used(
     run(work())
 
 
+def test_a_shard_that_is_written_to_later_is_verified_again_before_it_is_used(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            two = net.join(2, copy(tmp_path, 2, store, manifest))
+            await net.until(lambda: len(one.data._sources((d, 0))) == 1)
+            came: list[int] = []
+            for shard in (0, 1):
+                one.data.want(d, shard, lambda shard=shard: came.append(shard))
+            await net.until(lambda: sorted(came) == [0, 1])
+            damage(store, manifest, 0)
+            store.path(d, 1).touch()
+            assert not one.data.usable(d, 0) and not one.data.usable(d, 1)
+            for shard in (0, 1):
+                one.data.want(d, shard, lambda shard=shard: came.append(shard))
+            await net.until(lambda: sorted(came) == [0, 0, 1, 1])
+            assert one.data.usable(d, 0) and one.data.usable(d, 1)
+            assert [e["shard"] for e in one.events("shard_corrupt")] == [manifest.shard_digests[0].hex()]
+            assert store.path(d, 0).read_bytes() == two.store.path(d, 0).read_bytes()
+
+    run(work())
+
+
 def test_what_this_peer_has_just_sharded_is_usable(
     tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
 ) -> None:
