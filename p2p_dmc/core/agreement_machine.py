@@ -45,12 +45,13 @@ class AgreementMachine(AgreementState):
             return
         if not self.frozen:
             self._consider_change()
+            self._repeat_word()
         if self._attempt is not None and not self.left_out:
             self._advance(self._attempt)
 
     def _consider_change(self) -> None:
         view, cause = self.view, self._cause()
-        if view is not None and self.me not in view.voters and all(self._lost(v) for v in view.voters):
+        if view is not None and self.me not in view.voters and all(map(self._left, view.voters)):
             self._abandon(view)
         if view is None or cause is None or self._now < self._not_before_ms:
             return
@@ -62,6 +63,16 @@ class AgreementMachine(AgreementState):
             self._note(f"sees cause to leave view {view.view_epoch}: {cause}")
         if self._enough_causes(view):
             self._open(self._n + 1, {*view.peers, *self._joiners()}, (), (), cause)
+
+    def _repeat_word(self) -> None:
+        """A voter that fetches its start state says no header; whoever has left the view answers to this instead."""
+        view, word = self.view, self._word
+        if view is None or word is None or not self.behind or self.me not in view.voters:
+            return
+        if self._now >= self._word_resend_ms:
+            self._word_resend_ms = self._now + self._settings.resend_max_ms
+            for voter in view.voters:
+                self._send(voter.peer_id, word)
 
     # -- an attempt ------------------------------------------------------------------------------
 
@@ -256,6 +267,7 @@ class AgreementMachine(AgreementState):
         self._strays.clear()
         self._causes.clear()
         self._cause_resend_ms = self._now
+        self._word_resend_ms = self._now + self._settings.resend_max_ms
         self._raises = 0
         for peer in view.peers:
             self._book.joiners.pop(peer, None)
@@ -324,7 +336,7 @@ class AgreementMachine(AgreementState):
             self._follow(word)
         elif voter and word.n == view.view_epoch and mine is not None and word.sets != mine.sets:
             self._strays.add(word.sender.peer_id)
-        elif mine is not None and not word.installed:
+        elif mine is not None and (not word.installed or word.n < view.view_epoch):
             self._send(word.sender.peer_id, mine)
 
     def _on_installed_elsewhere(self, word: Propose) -> None:

@@ -85,6 +85,7 @@ class AgreementState:
         self._causes: dict[MemberId, int] = {}
         """When each member of the standing view last saw cause to leave it."""
         self._cause_resend_ms = now_ms
+        self._word_resend_ms = now_ms
         self._last_open_ms = now_ms - self._settings.calm_ms
         self._not_before_ms = now_ms
         self._strikes = self._raises = 0
@@ -127,6 +128,10 @@ class AgreementState:
     def _lost(self, member: MemberId) -> bool:
         return member != self.me and (self._book.superseded(member) or self._book.gone(member.peer_id))
 
+    def _left(self, member: MemberId) -> bool:
+        """Not in the standing view any more: lost, or it asks to be let in (a run that was stopped, and resumed)."""
+        return self._lost(member) or member.peer_id in self._strays
+
     def _cause(self) -> str | None:
         """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
         view = self.view
@@ -143,6 +148,7 @@ class AgreementState:
         """The pre-vote: counted as the quorum is, but on this peer's own knowledge."""
         oldest = self._now - self._settings.cause_ttl_ms
         causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
+        causes |= {member for member in view.voters if member.peer_id in self._strays}  # it asks to be let in
         votes = [member for member in view.voters if member in causes and not self._lost(member)]
         counted = [member for member in view.voters if member in votes or not self._uncounted(member, view)]
         return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
