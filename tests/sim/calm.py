@@ -1,0 +1,232 @@
+"""All shells at their work while nothing new goes wrong; and the end, when everything is mended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.quorum import Quorum
+from tests.sim.host import Host
+from tests.sim.invariants import Violation
+from tests.sim.world import TURN_MS, World
+
+SETTLE_MS = 120_000
+"""Virtual time within which all must train together once all faults have ended."""
+SAMPLES = 2
+"""A round's, of each trainer in calm."""
+
+
+def deliver_all(world: World) -> bool:
+    """Everything that is on its way now arrives; False if there was nothing."""
+    from tests.sim.decisions import deliver
+
+    links = [(link, len(queue)) for link, queue in sorted(world.network.flying.items())]
+    for (source, destination), count in links:
+        if not world.hosts[destination].asleep:
+            for _ in range(count):
+                deliver(world, source, destination)
+    return any(not world.hosts[destination].asleep for (_, destination), _ in links)
+
+
+def calm(world: World, ms: int) -> None:
+    """So much time passes in which everybody does its work."""
+    end = world.now + ms
+    while world.now < end:
+        turn(world)
+
+
+def turn(world: World) -> None:
+    """One look of every shell after everything it has to look after."""
+    world.now += TURN_MS
+    world.detector.now_ms = world.now
+    number = world.now // TURN_MS
+    deliver_all(world)
+    for host in list(world.hosts.values()):
+        if not host.up or host.outcome:
+            continue
+        if number % 8 == 0:
+            world.detector.truth(host, world.hosts)
+        if host.up and number % 2 == 0:
+            world.act(host, lambda core, now: core.tick(now))
+        if host.up and host.trainer is not None:
+            shell(world, host, number)
+
+
+def shell(world: World, host: Host, number: int) -> None:
+    """What this shell does by itself: open the view, train, ask to be let in."""
+    core = host.core
+    assert core is not None
+    if core.view is None:
+        if number % 20 == 0:
+            ask(world, host)
+        if number % 40 == 0 and host.core is core:
+            reopen(world, host)
+        return
+    if not host.opened and (host.learning or number % 4 == 0):
+        world._adopt(host)
+    if not host.training:
+        return
+    if host.reducing is not None:
+        if not host.reducing.done and not _together(world, host):
+            world._fail(host, ())
+        else:
+            world._finish(host)
+    elif host.own() is None:
+        world._enter(host, SAMPLES, 0, ())
+    elif number % 4 == 0:
+        repeat(world, host.peer_id)
+
+
+def _together(world: World, host: Host) -> bool:
+    """Whether the members that reduce with this one can still be reached."""
+    assert host.reducing is not None
+    others = [world.hosts[peer] for peer in host.reducing.view.peers]
+    return all(
+        other is host
+        or (other.up and not other.failed and world.network.both_ways(host.peer_id, other.peer_id))
+        for other in others
+    )
+
+
+def repeat(world: World, name: str) -> None:
+    """Say the header again to whoever has not answered."""
+    host = world.hosts.get(name)
+    if host is None or not host.training or host.reducing is not None:
+        return
+    own, view = host.own(), host.view
+    if own is None or view is None:
+        return
+    if host.barrier() is not None:
+        world.look_at_data(host)
+        core = host.core
+        assert core is not None
+        own = own._replace(change=core.change_wanted, closing=host.stop_asked)
+    world._say_header(host, own)
+
+
+def ask(world: World, host: Host | None) -> None:
+    """It asks all peers with a standing view to be let in."""
+    if host is None or not host.up or host.core is None or host.trainer is None or host.outcome:
+        return
+    if host.core.view is not None:
+        return
+    for other in list(world.hosts.values()):
+        reachable = other is not host and other.up and world.network.both_ways(host.peer_id, other.peer_id)
+        if reachable and other.outcome == "finished":
+            world._finished(host, other.held)
+            return
+        if reachable and other.opened and not other.outcome:
+            world.act(other, lambda core, now: core.join_requested(host.peer_id, now))
+
+
+def reopen(world: World, host: Host | None) -> None:
+    """Nobody has a view, as far as it knows: found the run again with whoever can be reached."""
+    if host is None or not host.up or host.core is None or host.trainer is None or host.outcome:
+        return
+    core = host.core
+    if core.view is not None or not core.history:
+        return
+    reached = [
+        other
+        for other in world.hosts.values()
+        if other is not host and other.up and world.network.both_ways(host.peer_id, other.peer_id)
+    ]
+    if any(other.opened and not other.outcome for other in reached):
+        return  # it asks them
+    peers = sorted([host.peer_id, *(other.peer_id for other in reached if other.trainer is not None)])
+    world.act(host, lambda core, now: core.found(tuple(peers), now))
+
+
+def yield_history(world: World, host: Host | None) -> None:
+    """With `Quorum.ANY` the history with fewer samples committed gives way."""
+    if host is None or not host.up or host.core is None or not host.core.history or host.outcome:
+        return
+    mine = _samples(host)
+    for other in list(world.hosts.values()):
+        core = other.core
+        strange = core is not None and other.up and core.history not in (b"", host.core.history)
+        if not strange or core is None or not world.network.both_ways(host.peer_id, other.peer_id):
+            continue
+        ahead = (_samples(other), core.history) > (mine, host.core.history)
+        if ahead and (mine == 0 or world.quorum is Quorum.ANY):
+            give_up(world, host)
+            return
+
+
+def give_up(world: World, host: Host) -> None:
+    """From here on it is a newcomer."""
+    held = host.held
+    newcomer = held.renamed(StateRef(lineage=(0, 0), digest=held.ref.digest))
+    host.leave_view()
+    host.view, host.stood_in, host.carried = None, 0, ()
+    if host.trainer is not None:
+        host.trainer.base = None
+        host.trainer.local.clear()
+        host.trainer.queue.clear()
+    host.held, host.models, host.committed, host.checkpoint = (
+        newcomer,
+        {held.ref.digest: newcomer},
+        None,
+        None,
+    )
+    world.act(host, lambda core, now: core.yield_history(newcomer.ref, now))
+
+
+def _samples(host: Host) -> int:
+    return host.held.ledger.samples_total if host.held.ref.lineage > (0, 0) else 0
+
+
+def settle(world: World) -> None:
+    """Everything is mended. Raise unless all soon train in one view, or the run is over for all."""
+    mend(world)
+    end, target = world.now + SETTLE_MS, None
+    living = [host for host in world.hosts.values() if host.boot]
+    while world.now < end:
+        turn(world)
+        if world.quorum is Quorum.ANY and world.now % 1_000 == 0:
+            for host in living:
+                yield_history(world, host)
+        if all(host.outcome == "finished" for host in living):
+            return
+        for host in living:
+            if host.core is None:  # stopped by agreement just now
+                _start_again(world, host)
+        rounds = [_settled_rounds(host, living) for host in living]
+        if None in rounds:
+            target = None
+            continue
+        numbers: list[Any] = rounds
+        target = target or max(numbers) + 3
+        if min(numbers) >= target:
+            return
+    waits = {host.peer_id: host.core.waiting_for() for host in living if host.core is not None}
+    raise Violation(0, f"nothing happens any more at {world.now}: {waits}")
+
+
+def mend(world: World) -> None:
+    """All cables are whole, everybody is awake and has a trainer and all shards."""
+    world.network.heal()
+    world.network.flying.clear()
+    for host in list(world.hosts.values()):
+        host.asleep, host.armed, host.stop_asked = False, None, False
+        host.holdings = set(range(host.shards))
+        if host.core is None and host.boot:
+            _start_again(world, host)
+        if host.core is not None and host.trainer is None:
+            from tests.sim.decisions import rejoin
+
+            rejoin(world, host.peer_id)
+
+
+def _start_again(world: World, host: Host) -> None:
+    from tests.sim.decisions import restart
+
+    restart(world, host.peer_id)
+    host.stop_asked = False
+
+
+def _settled_rounds(host: Host, living: list[Host]) -> int | None:
+    view = host.core.view if host.core is not None else None
+    if view is None or {voter.peer_id for voter in view.voters} != {other.peer_id for other in living}:
+        return None
+    return host.held.ref.lineage[1]

@@ -1,0 +1,122 @@
+"""Membership as agreement sees it: what a truthful detector may say, at the worst moments it may say it.
+
+The rules are the shell's (`p2p_dmc/agent/verdicts.py`): silence is told no earlier than a suspicion time after the
+peer was last heard; a refusal by a live machine counts as a crash if the peer was heard within two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_dmc.core.agreement_messages import Verdict
+from tests.sim.host import Host
+from tests.sim.network import Network
+
+SUSPICION_MS = 1_500
+
+
+@dataclass
+class Ages:
+    """How old the promises were with which crashes were counted."""
+
+    crashes: int = 0
+    """Crashes that somebody saw."""
+    without_promises: int = 0
+    """... of which nothing was known."""
+    behind_the_ack: int = 0
+    """... of which the promises were older than its last acknowledgement."""
+    behind_the_dead: int = 0
+    """... of which the promises were older than the dead one's last, whoever it had told."""
+
+
+class Detector:
+    """All peers' failure detectors at once."""
+
+    def __init__(
+        self,
+        network: Network,
+        judge: Callable[[Host, Host, int, Verdict, int | None], None],
+        *,
+        exact: bool,
+    ) -> None:
+        self.network, self.judge, self.exact = network, judge, exact
+        """`exact`: the verdict names the promise version that the last acknowledgement carried. The shell does not."""
+        self.ages = Ages()
+        self.now_ms = 0
+
+    def probe(self, host: Host, other: Host) -> None:
+        """`other` probes `host`, which hears that and acknowledges."""
+        core = host.core
+        if (
+            core is None
+            or not host.up
+            or not other.up
+            or not self.network.linked(other.peer_id, host.peer_id)
+        ):
+            return
+        self.hear(host, other)
+        if self.network.linked(host.peer_id, other.peer_id) and host.core is not None:
+            self.hear(other, host)
+
+    def hear(self, host: Host, other: Host) -> None:
+        """A sign of life."""
+        if host.core is None or other.core is None:
+            return
+        now = self.now_ms + host.clock_ms
+        host.heard[other.peer_id] = (other.boot, now, other.core.promise_version)
+        self.tell(host, other, other.boot, Verdict.REACHABLE)
+
+    def tell(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None = None) -> None:
+        if host.up and host.verdicts.get(other.peer_id) != (boot, verdict):
+            host.verdicts[other.peer_id] = boot, verdict
+            self.judge(host, other, boot, verdict, version)
+
+    def suspect(self, host: Host, other: Host) -> None:
+        """Suspicion runs out, rightly or not."""
+        boot, heard_ms, _ = host.heard.get(other.peer_id, (0, -SUSPICION_MS, 0))
+        if self.now_ms + host.clock_ms - heard_ms >= SUSPICION_MS:
+            self.tell(host, other, boot or other.boot, Verdict.UNREACHABLE)
+
+    def see_crash(self, host: Host, other: Host) -> None:
+        """The machine of `other` lives and refuses."""
+        boot, heard_ms, version = host.heard.get(other.peer_id, (0, 0, 0))
+        refused = other.core is None or other.boot > boot
+        if not host.up or not boot or not refused or not self.network.both_ways(host.peer_id, other.peer_id):
+            return
+        in_contact = self.now_ms + host.clock_ms - heard_ms < 2 * SUSPICION_MS
+        if in_contact and host.verdicts.get(other.peer_id) != (boot, Verdict.CRASHED):
+            self._note_age(host, other, boot, version)
+        self.tell(
+            host,
+            other,
+            boot,
+            Verdict.CRASHED if in_contact else Verdict.UNREACHABLE,
+            version if self.exact else None,
+        )
+
+    def _note_age(self, host: Host, other: Host, boot: int, acknowledged: int) -> None:
+        assert host.core is not None
+        promised = next(
+            (p for m, p in host.core._book.promised.items() if (m.peer_id, m.boot) == (other.peer_id, boot)),
+            None,
+        )
+        self.ages.crashes += 1
+        self.ages.without_promises += promised is None
+        if promised is not None:
+            self.ages.behind_the_ack += promised.version < acknowledged
+            last = other.last_version if other.last_version[0] == boot else (boot, promised.version)
+            self.ages.behind_the_dead += promised.version < last[1]
+
+    def truth(self, host: Host, hosts: dict[str, Host]) -> None:
+        """This host's detector has caught up with what is."""
+        for other in hosts.values():
+            if other is host or not host.up:
+                continue
+            if self.network.both_ways(host.peer_id, other.peer_id) and not other.asleep:
+                if other.core is not None:
+                    self.hear(host, other)
+                elif other.boot:
+                    self.see_crash(host, other)
+            else:
+                self.suspect(host, other)

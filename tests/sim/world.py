@@ -1,0 +1,532 @@
+"""The world: machines, network, failure detectors and collectives, moved by decisions alone.
+
+A decision is a tuple of a verb and its arguments; nothing in here is random, so a list of decisions is a run. One that
+makes no sense at its time has no effect, so a list with gaps is a run, too. `VERBS` says what there is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from p2p_dmc.core.agreement import Agreement
+from p2p_dmc.core.agreement_messages import (
+    AgreementSettings,
+    Ready,
+    Verdict,
+    View,
+)
+from p2p_dmc.core.quorum import Quorum
+from tests.sim.collective import Collective
+from tests.sim.host import DOWNLOAD_STEPS, KEPT_ROUNDS, Header, Host, Trainer
+from tests.sim.invariants import Checker, require
+from tests.sim.membership import Detector
+from tests.sim.model import Model, initial
+from tests.sim.network import Network
+
+Decision: TypeAlias = tuple[Any, ...]
+
+COUNTS = (11, 7, 9)
+"""Samples of each shard: small, so that epochs end."""
+TURN_MS = 25
+"""In calm, everybody's shell looks after everything this often."""
+
+
+class Middle(random.Random):
+    """A generator for timers: always in the middle, so that a run is its decisions."""
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        return start // 2 if stop is None else (start + stop) // 2
+
+
+MIDDLE = Middle()
+
+
+class World:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        peers: int | list[str],
+        quorum: Quorum = Quorum.MAJORITY,
+        *,
+        epochs: int = 1_000,
+        skip_lost: bool = False,
+        exact: bool = False,
+        settings: AgreementSettings | None = None,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        names = [f"p{i}" for i in range(peers)] if isinstance(peers, int) else peers
+        self.quorum, self.epochs, self.skip_lost = quorum, epochs, skip_lost
+        self.settings = settings or AgreementSettings()
+        self.trace = trace
+        self.now = 0
+        self.events = 0
+        self.faults = 0
+        self.network = Network()
+        self.detector = Detector(self.network, self._judge, exact=exact)
+        self.checker = Checker(one_history=quorum is not Quorum.ANY)
+        self.collectives: dict[tuple[bytes, int], Collective] = {}
+        self.results: dict[tuple[bytes, int], Model] = {}
+        """What each round whose data flowed results in."""
+        self.hosts: dict[str, Host] = {}
+        for name in names:
+            self.arrive(name)
+
+    # -- machines --------------------------------------------------------------------------------
+
+    def arrive(self, name: str) -> None:
+        """A new machine, with an agent and a trainer that waits for a view."""
+        if name in self.hosts:
+            return
+        host = Host(name, initial(name, COUNTS, self.epochs), len(COUNTS))
+        host.clock_ms = 1_000 * (7 * len(self.hosts) % 5)
+        self.hosts[name] = host
+        self._start(host, host.first)
+
+    def _start(self, host: Host, completed: Model) -> None:
+        host.held = completed
+        host.models[completed.ref.digest] = completed
+        host.trainer = Trainer()
+        host.core = Agreement(
+            me=host.member,
+            quorum=self.quorum,
+            promises=host.disk,
+            completed=completed.ref,
+            payload=lambda: host.payload(self._reachable_shards(host)),
+            rng=MIDDLE,
+            settings=self.settings,
+            now_ms=self.now + host.clock_ms,
+        )
+        host.memory = completed
+
+    def _reachable_shards(self, host: Host) -> frozenset[int]:
+        linked = self.network.both_ways
+        holders = [h for h in self.hosts.values() if h is host or (h.up and linked(h.peer_id, host.peer_id))]
+        return frozenset(shard for holder in holders for shard in holder.holdings)
+
+    def say(self, host: Host, line: str) -> None:
+        if self.trace is not None:
+            self.trace(f"{self.now:7d} {host.peer_id}.{host.boot} {line}")
+
+    def crash(self, host: Host) -> None:
+        """The agent dies, and its trainer with it. What is in shared memory stays until the machine loses power."""
+        if host.outcome == "finished":
+            return
+        self.faults += 1
+        self.say(host, "crashes")
+        if host.core is not None:
+            host.last_version = host.boot, host.core.promise_version
+        host.reset()
+
+    # -- one event of one core -------------------------------------------------------------------
+
+    def act(self, host: Host, event: Callable[[Agreement, int], Ready]) -> Ready:
+        """What its shell makes of it: to disk, then said, then acted on."""
+        core = host.core
+        assert core is not None
+        if host.outcome == "finished":
+            return Ready(accepted=False)
+        self.events += 1
+        n = core._n
+        ready = event(core, self.now + host.clock_ms)
+        if self.trace is not None:
+            for line in ready.trace:
+                self.say(host, line)
+        require(7, core._n >= n, "n of {} fell from {} to {}", host.peer_id, n, core._n)
+        sends, dies = ready.sends, False
+        if ready.persist is not None:
+            host.disk, host.closed = ready.persist, False
+            if host.armed is not None:
+                sends, dies = sends[: host.armed], True
+        for peer, message in sends:
+            if peer in self.hosts:
+                self.network.send(host.peer_id, peer, message)
+        if ready.froze or core.frozen:
+            host.reducing = None
+        if core.completed != host.held.ref:  # a state that was adopted too late for the last view
+            self._caught_up_late(host, core)
+        if ready.installed is not None and not dies and not host.completing:
+            self._installed(host, ready.installed)
+        if core.left_out and host.view is not None and host.core is core:
+            host.left_out()
+        if host.core is core:
+            core.check_invariants()
+            if dies:
+                self.crash(host)
+        return ready
+
+    def _caught_up_late(self, host: Host, core: Agreement) -> None:
+        model = host.models.get(core.completed.digest)
+        if model is not None:
+            host.held = model.renamed(core.completed)
+
+    def _judge(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None) -> None:
+        self.act(host, lambda core, now: core.verdict(other.peer_id, boot, verdict, now, version=version))
+
+    def _installed(self, host: Host, view: View) -> None:
+        self.checker.installed(host, view, self.hosts)
+        host.installed(view)
+        host.models = {d: m for d, m in host.models.items() if m is host.held or d == view.start.digest}
+        self._open_if_held(host)
+
+    def _open_if_held(self, host: Host) -> None:
+        """The view opens where its start state is held."""
+        view, core = host.view, host.core
+        if view is None or core is None or host.opened or core.view is None or core.view is not view:
+            return
+        start = host.models.get(view.start.digest)
+        if start is None or host.trainer is None:
+            return
+        if core.behind:
+            if not self.act(host, lambda core, now: core.adopted(view.start, now)).accepted:
+                return
+            if host.core is not core or core.view is not view:
+                return
+        host.open_view(view, start.renamed(view.start), skip_lost=self.skip_lost)
+        self.checker.opened(host, view)
+        if host.work is not None and host.ledger is not None and host.ledger.done:
+            self._enter(host, 0, 0, ())
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def _enter(
+        self, host: Host, samples: int, prefetch: int, lost: tuple[str, ...], *, finite: bool = True
+    ) -> None:
+        """The trainer's local steps are done: the header is said to all members; some miss it."""
+        ledger = host.ledger
+        if not host.training or host.trainer is None or host.view is None or host.own() is not None:
+            return
+        if host.learning:
+            header = host.header(samples=0)
+        elif ledger is None:
+            return
+        elif ledger.done:
+            header = host.header(samples=0, final=ledger is host.held.ledger)
+        else:
+            self.look_at_data(host)
+            if host.work is None:  # that was cause enough to leave the view
+                return
+            host.step(samples, prefetch)
+            header = host.header(samples=host.trainer.consumed, finite=finite)
+            host.in_flight = (host.view.view_epoch, host.round) if finite else None
+        self.events += 1
+        self._say_header(host, header, lost)
+
+    def look_at_data(self, host: Host) -> None:
+        """Whether the assignment still fits the shards that can be had."""
+        work, ledger = host.work, host.ledger
+        if work is None or ledger is None:
+            return
+        reachable = self._reachable_shards(host)
+        gone = work.reachable - reachable
+        if work.lost & reachable or (gone and any(s.shard in gone for s in ledger.remaining())):
+            self.act(host, lambda core, now: core.wants_change("other shards can be had", now, at_once=False))
+
+    def _say_header(self, host: Host, header: Header, lost: tuple[str, ...] = ()) -> None:
+        host.said.setdefault(host.round, {})[host.member] = header
+        view = host.view
+        assert view is not None
+        for peer in view.peers:
+            if host.view is not view or host.round != header.round:
+                return
+            other = self.hosts[peer]
+            if other is not host and peer not in lost and self.network.linked(host.peer_id, peer):
+                self._hear_header(other, host, header)
+        self._look_at_barrier(host)
+
+    def _hear_header(self, host: Host, sender: Host, header: Header) -> None:
+        if host.outcome == "finished" and not sender.outcome:
+            self._finished(sender, host.held)  # it has not heard yet
+        core = host.core
+        if core is None or host.asleep or host.outcome:
+            return
+        self.events += 1
+        view = core.view
+        if view is None or view is not host.view or view.view_id != header.view_id:
+            host.early[sender.member] = header
+            if view is not None and view.view_id != header.view_id:
+                name = sender.peer_id
+                self.act(host, lambda core, now: core.foreign_header(name, header.view_epoch, now))
+        elif header.round in (host.round, host.round + 1):
+            said = host.said.setdefault(header.round, {})
+            again = sender.member in said
+            said[sender.member] = header
+            self._look_at_barrier(host)
+            own = host.own()
+            if again and own is not None and header.round == host.round and host.barrier() is not None:
+                self._answer(host, sender, own)
+        elif host.last_own is not None and header.round == host.last_own.round:
+            self._answer(host, sender, host.last_own)
+        if host.failed and host.view is not None and header.view_id == host.view.view_id:
+            self._tell_failure(host, sender, host.view)
+
+    def _answer(self, host: Host, sender: Host, own: Header) -> None:
+        """Whoever repeats its header has missed somebody's."""
+        missed = host.member not in sender.said.get(own.round, {})
+        if missed and self.network.linked(host.peer_id, sender.peer_id):
+            self._hear_header(sender, host, own)
+
+    def _look_at_barrier(self, host: Host) -> None:
+        """Everybody's header is here: commit the round before, then stop, change, or reduce."""
+        core, view = host.core, host.view
+        if not host.training or host.reducing is not None or core is None or view is None:
+            return
+        headers = host.barrier()
+        if headers is None:
+            return
+        if host.learning:
+            self._learner_at_barrier(host, view, headers)
+            return
+        digests = {header.digest for header in headers}
+        require(3, len(digests) == 1, "round {} of view {} begins from different states", host.round, view)
+        self._commit(host, view)
+        said = host.said[host.round].values()
+        if all(header.final for header in headers):
+            self._finished(host, host.held)
+        elif any(header.closing for header in said):
+            self._close(host)
+        elif any(header.change for header in said) or host.stale:
+            self.act(host, lambda core, now: core.at_barrier(now))
+        elif any(header.samples for header in headers if header.finite):
+            self._post(host, view)
+        elif any(not h.finite for h in headers) or host.ledger is not host.held.ledger or host.work.left:  # type: ignore[union-attr]
+            self._complete(host, None)
+
+    def _learner_at_barrier(self, host: Host, view: View, headers: tuple[Header, ...]) -> None:
+        """It reduces with weight zero, commits nothing, and leaves what follows to the voters."""
+        said = host.said[host.round].values()
+        if any(header.closing for header in said) or all(header.final for header in headers):
+            return
+        if not any(header.change for header in said):
+            self._post(host, view)
+
+    def _commit(self, host: Host, view: View) -> None:
+        assert host.core is not None
+        if host.held.ref.lineage > (0, 0):
+            self.checker.committed(view, host.held, self.hosts)
+            host.committed = host.held
+        host.core.committed(host.held.ref.lineage)
+        host.core.established(view.view_epoch)
+
+    def _post(self, host: Host, view: View) -> None:
+        key = view.view_id, host.round
+        collective = self.collectives.get(key)
+        if collective is None:
+            collective = self.collectives[key] = Collective(view, host.round)
+        own = host.own()
+        assert own is not None and host.trainer is not None
+        delta = tuple(host.trainer.local) if own.finite and not host.learning else ()
+        collective.post(host.member, host.held.ref, delta)
+        host.reducing = collective
+        self._flow(collective)
+
+    def _flow(self, collective: Collective) -> bool:
+        """The data flows once all have posted, and all of them are connected, awake and alive."""
+
+        def connected(peers: list[str]) -> bool:
+            reducing = all(self.hosts[p].reducing is collective and self.hosts[p].up for p in peers)
+            return reducing and self.network.all_linked(peers)
+
+        if collective.done:
+            return True
+        if collective.flow(connected):
+            states = {collective.states[voter] for voter in collective.view.voters}
+            require(3, len(states) == 1, "one round was entered from different states: {}", states)
+            first = self.hosts[collective.view.voters[0].peer_id]
+            self.results[collective.view.view_id, collective.round] = first.outcome_of(collective)
+        return collective.done
+
+    def _finish(self, host: Host) -> None:
+        """The collective ends well here."""
+        collective, view = host.reducing, host.view
+        if collective is None or host.failed or not host.training or view is None:
+            return
+        self._flow(collective)
+        if host.learning:
+            self._learner_finishes(host, view)
+        elif collective.done:
+            self._complete(host, collective)
+
+    def _learner_finishes(self, host: Host, view: View) -> None:
+        """What it got is the state after the round where it holds the one before; else it keeps it for then."""
+        result = self.results.get((view.view_id, host.round))
+        if result is None or host.core is None:
+            return
+        host.reducing = None
+        self.events += 1
+        if not host.core.behind and result.parent is not None and result.parent.ref == host.held.ref:
+            if self.act(host, lambda core, now: core.complete(result.ref, now)).accepted:
+                self.checker.completed(host, view, result)
+                host.hold(result)
+        else:
+            host.kept[host.round] = result
+            if len(host.kept) > KEPT_ROUNDS:
+                del host.kept[min(host.kept)]
+        host.next_round()
+
+    def _complete(self, host: Host, collective: Collective | None) -> None:
+        core, view = host.core, host.view
+        assert core is not None and view is not None
+        model = host.outcome_of(collective)
+        before = host.held, host.claims()
+        host.completing = True
+        ready = self.act(host, lambda core, now: core.complete(model.ref, now))
+        host.completing = False
+        if not ready.accepted:
+            require(5, before == (host.held, host.claims()), "a refused round changed {}", host.peer_id)
+            return
+        self.checker.completed(host, view, model)
+        self.results.setdefault((view.view_id, host.round), model)
+        if host.core is not core:  # it died as it recorded the round
+            return
+        if self.trace is not None:
+            self.say(host, f"completes {model.ref.lineage}")
+        host.completed(model)
+        if ready.installed is not None:  # alone, it has agreed with itself on the next view by now
+            self._installed(host, ready.installed)
+            return
+        self._forget_old_rounds()
+        if model.ledger.done:
+            self._enter(host, 0, 0, ())
+        else:
+            self._look_at_barrier(host)
+
+    def _forget_old_rounds(self) -> None:
+        for book in (self.collectives, self.results):
+            if len(book) > 24:
+                for key in list(book)[:12]:
+                    del book[key]
+
+    def _fail(self, host: Host, lost: tuple[str, ...]) -> None:
+        """The collective fails here: the group is dropped, and everybody in it is told."""
+        view = host.view
+        if host.reducing is None or view is None or host.core is None or not host.training:
+            return
+        self.faults += 1
+        before = host.held, host.claims()
+        self._drop_group(host)
+        for peer in view.peers:
+            if peer not in lost:
+                self._tell_failure(host, self.hosts[peer], view)
+        if host.core is not None and host.core.view in (None, view):
+            require(5, before == (host.held, host.claims()), "a failed round changed {}", host.peer_id)
+
+    def _tell_failure(self, host: Host, other: Host, view: View) -> None:
+        """The word of a dropped group, repeated to members that go on with the view."""
+        linked = self.network.linked(host.peer_id, other.peer_id)
+        if other is host or not other.up or other.outcome or other.failed or not linked:
+            return
+        stands = other.core.view if other.core is not None else None
+        if stands is not None and stands is other.view and stands.view_id == view.view_id:
+            self._drop_group(other)
+
+    def _drop_group(self, host: Host) -> None:
+        host.failed, host.reducing = True, None
+        self.act(host, lambda core, now: core.wants_change("the collective failed", now, at_once=True))
+
+    def _close(self, host: Host, lost: tuple[str, ...] = ()) -> None:
+        """Stopped by agreement: the state on disk is the newest there is, and this peer keeps its vote."""
+        core = host.core
+        assert core is not None
+        self.say(host, f"closes at {host.held.ref.lineage}")
+        host.checkpoint = host.held
+        self.act(host, lambda core, now: core.checkpointed(host.held.ref.lineage, now))
+        if host.core is not core:
+            return
+        view, ref, disk = host.view, host.held.ref, core.promises
+        host.last_version = host.boot, core.promise_version
+        host.reset()
+        host.disk, host.closed, host.outcome = disk, True, "stopped"
+        for peer in view.peers if view is not None else ():
+            other = self.hosts[peer]
+            told = other.up and not other.outcome and self.network.linked(host.peer_id, peer)
+            if told and other.held.ref == ref and peer not in lost:
+                self._close(other, lost)
+
+    def _finished(self, host: Host, model: Model) -> None:
+        if host.core is None or host.outcome:
+            return
+        self.say(host, f"has finished at {model.ref.lineage}")
+        require(12, model.ledger.done, "{} finishes with {}", host.peer_id, model.ledger.progress())
+        host.checkpoint = host.held = model
+        host.outcome = "finished"
+        host.trainer, host.view = None, None
+        host.leave_view()
+
+    # -- states on their way ---------------------------------------------------------------------
+
+    def _holder(self, host: Host, digest: bytes) -> Model | None:
+        """The state, from anybody that can be reached and has it."""
+        for other in self.hosts.values():
+            if other is host or (other.up and self.network.both_ways(host.peer_id, other.peer_id)):
+                model = other.models.get(digest)
+                if model is not None:
+                    return model
+        return None
+
+    def _adopt(self, host: Host) -> None:
+        """A download of the view's start state ends. The view may be over by then."""
+        view, core = host.view, host.core
+        if view is None or core is None or not host.up or host.opened or host.trainer is None or host.outcome:
+            return
+        if host.learning:
+            self._learn(host, view)
+            return
+        model = self._holder(host, view.start.digest)
+        if model is None:
+            return
+        host.models[view.start.digest] = model
+        if core.view is view:
+            self._open_if_held(host)
+        else:  # too late for that view; the next proposal says so
+            self.act(host, lambda core, now: core.adopted(view.start, now))
+
+    def _learn(self, host: Host, view: View) -> None:
+        """One step of a learner's download; after the last it applies the rounds that it kept."""
+        core = host.core
+        assert core is not None
+        self.events += 1
+        pinned = host.pinned or self._pin(host, view)
+        if pinned is None or self._donor(host, view) is None:
+            return
+        host.pinned = pinned
+        host.download -= 1
+        if host.download > 0:
+            return
+        host.download = DOWNLOAD_STEPS
+        model = pinned
+        for number in sorted(host.kept):
+            result = host.kept[number]
+            if result.parent is not None and result.parent.ref == model.ref:
+                model = result
+        if core.view is view and model.ref.lineage[1] + 1 < host.round:
+            host.pinned = None  # a round is missing in between: again, from a newer state
+            return
+        host.models[model.ref.digest] = model
+        accepted = self.act(host, lambda core, now: core.adopted(model.ref, now)).accepted
+        if accepted and host.core is core and core.view is view:
+            host.open_view(view, model, skip_lost=self.skip_lost)
+            host.kept.clear()
+
+    def _donor(self, host: Host, view: View) -> Host | None:
+        """The voter of the view with the newest state among those that can be reached."""
+        donors = [
+            self.hosts[voter.peer_id]
+            for voter in view.voters
+            if self.hosts[voter.peer_id].up and self.network.both_ways(host.peer_id, voter.peer_id)
+        ]
+        able = [d for d in donors if d.view is not None and d.view.view_id == view.view_id and d.opened]
+        return max(able, key=lambda donor: donor.held.ref.lineage, default=None)
+
+    def _pin(self, host: Host, view: View) -> Model | None:
+        """The view's start, which donors pin; once rounds since have been missed, the newest state."""
+        donor = self._donor(host, view)
+        if donor is None:
+            return None
+        start = donor.models.get(view.start.digest)
+        first = view.start.lineage[1] + 1
+        if start is not None and all(number in host.kept for number in range(first, host.round)):
+            return start.renamed(view.start)
+        return donor.held
