@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from p2p_dmc.agent.bulk import BulkClient, SourceLostError
 from p2p_dmc.agent.state import Held, SlotPool, decode_head, file_digest
@@ -24,11 +24,20 @@ class AdoptionFailedError(Exception):
 class Adoption:
     """Downloads one state into a slot. ``donors``: addresses, asked anew so that late holders help."""
 
-    def __init__(self, bulk: BulkClient, run: str, slots: SlotPool, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        bulk: BulkClient,
+        run: str,
+        slots: SlotPool,
+        chunk_bytes: int,
+        gate: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
         self._bulk = bulk
         self._run = run
         self._slots = slots
         self._chunk = chunk_bytes
+        self._gate = gate
+        """Awaited before each range of the anchor, with its size in bytes: whoever yields to others waits there."""
 
     async def fetch(self, ref: StateRef, donors: Callable[[], Sequence[str]], give_up_s: float) -> Held:
         """The state with this digest, verified; AdoptionFailedError after ``give_up_s`` without success."""
@@ -91,6 +100,10 @@ class Adoption:
 
         async def donor(address: str) -> None:
             while offsets:
+                if self._gate is not None:
+                    await self._gate(self._chunk)
+                if not offsets:
+                    return
                 offset = offsets.pop()
                 try:
                     whole, data = await self._range(address, digest, ANCHOR, offset)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.services import Services
 from p2p_dmc.core.membership import MemberState
-from p2p_dmc.wire.messages import RunMeta, decode_meta
+from p2p_dmc.wire.messages import REPLACED_TOLD, RunMeta, decode_meta
 
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
@@ -30,7 +30,8 @@ class Step:
 
     found: tuple[str, ...] = ()
     ask: tuple[str, ...] = ()
-    yield_to: bytes = b""  # history to give mine up for: it has committed more
+    yield_to: bytes = b""  # history to give mine up for: it has committed more, or took mine's place
+    replaced: bool = False  # it took mine's place
     waiting: str = ""
 
 
@@ -49,20 +50,21 @@ def others(services: Services, run: str) -> tuple[OtherPeer, ...]:
 
 def run_meta(run: Run) -> RunMeta:
     """What this peer says of a run to everybody, for the others' decisions of this kind."""
-    held, training, desk = run.keeper.current, run.training, run.desk
-    standing = training is not None and not run.end.outcome
+    held, rounds, desk = run.keeper.current, run.rounds, run.desk
+    standing = rounds is not None and not run.end.outcome
     committed = held is not None and held.ref.lineage > (0, 0)
     return RunMeta(
         name=run.name,
         boot=run.me.boot,
         history=run.history,
-        view_epoch=training.view.view_epoch if standing and training is not None else 0,
+        view_epoch=rounds.view.view_epoch if standing and rounds is not None else 0,
         ready=desk.up and not run.end.outcome,
         fingerprint=run_files.fingerprint_digest(desk.fingerprint) if desk.fingerprint else b"",
         samples=held.ledger.samples_total if held is not None and committed else 0,
         quorum=desk.quorum,
         backend=desk.backend,
         on_lost=desk.on_lost,
+        replaced=tuple(r.history for r in run.replaced[:REPLACED_TOLD]),
     )
 
 
@@ -126,10 +128,16 @@ class Entrance:
     def rivals(self, mine: RunMeta, peers: Sequence[OtherPeer]) -> Step | None:
         """Whether somebody continues another history of this run; None if not. Ask now and then, in a view too.
 
-        Different histories never merge by lineage: one that has committed nothing yields, and with quorum "any" the
-        one with fewer samples committed. Otherwise both name each other, and the user chooses.
+        Different histories never merge by lineage: one that another took the place of yields, one that has committed
+        nothing, and with quorum "any" the one with fewer samples committed. Otherwise both name each other, and the
+        user chooses.
         """
         strangers = [p for p in peers if mine.history and p.meta.history not in (b"", mine.history)]
+        successors = [p for p in strangers if mine.history in p.meta.replaced]
+        if successors:
+            newest = max(successors, key=lambda p: (p.meta.samples, p.meta.history))
+            return Step(yield_to=newest.meta.history, replaced=True)
+        strangers = [p for p in strangers if p.meta.history not in mine.replaced]  # those yield
         if not strangers:
             return None
         best = max(strangers, key=lambda p: (p.meta.samples, p.meta.history))

@@ -14,6 +14,7 @@ from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import messages
 
 if TYPE_CHECKING:
+    from p2p_dmc.agent.learning import Learning
     from p2p_dmc.agent.run import Run
     from p2p_dmc.agent.training import Training
 
@@ -46,7 +47,7 @@ class MemberDesk:
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)
         elif isinstance(message, messages.JoinRefused):
-            if run.training is None and run.desk.up:
+            if run.rounds is None and run.desk.up:
                 run.desk.refuse(message.reason[:500])
         elif isinstance(message, messages.Withdrawn):
             self._withdrawn(sender, message)
@@ -62,20 +63,20 @@ class MemberDesk:
     def _header(self, sender: str, header: messages.RoundHeader) -> None:
         """A member may have opened the view before this peer: its header waits here."""
         check_header(header)
-        training, agreement = self._run.training, self._run.agreement
+        rounds, agreement = self._run.rounds, self._run.agreement
         if agreement is not None and agreement.view is not None and header.view_id != agreement.view.view_id:
             # whoever of the two is behind learns it
             self._run.act(agreement.foreign_header(sender, header.view_epoch, now_ms()))
-        if training is not None and header.view_epoch <= training.view.view_epoch:
-            training.header(sender, header)
+        if rounds is not None and header.view_epoch <= rounds.view.view_epoch:
+            rounds.header(sender, header)
         elif len(self._early_headers) < MAX_EARLY_HEADERS:
             self._early_headers[sender] = header
 
-    def hand_over(self, training: Training) -> None:
+    def hand_over(self, rounds: Training | Learning) -> None:
         """A view has opened here: headers that came before."""
         early, self._early_headers = self._early_headers, {}
         for sender, header in sorted(early.items()):
-            training.header(sender, header)
+            rounds.header(sender, header)
 
     def _join_request(self, sender: str, request: messages.JoinRequest) -> None:
         run = self._run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import time
@@ -10,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from p2p_dmc.agent import run_files
-from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.clock import now_ms
-from p2p_dmc.agent.entering import Entrance, others, run_meta
+from p2p_dmc.agent.entering import Entrance, Step, others, run_meta
 from p2p_dmc.agent.group_values import GroupValues
+from p2p_dmc.agent.learning import Learning
 from p2p_dmc.agent.member_desk import MemberDesk
 from p2p_dmc.agent.rivals import Rivals
 from p2p_dmc.agent.run_end import RunEnd
@@ -23,29 +22,16 @@ from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
-from p2p_dmc.agent.view_opening import (
-    local_mode,
-    out_of_date,
-    report_given_up,
-    report_opening,
-    report_view,
-    view_started,
-)
-from p2p_dmc.agent.work import (
-    ProposalPayload,
-    Work,
-    bitmap,
-    decode_payload,
-    encode_payload,
-    gave_up_claims,
-    opening_ledger,
-)
+from p2p_dmc.agent.view_opening import out_of_date, report_given_up
+from p2p_dmc.agent.views import Views
+from p2p_dmc.agent.work import ProposalPayload, bitmap, encode_payload
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementSettings,
     MemberId,
     Promises,
     Ready,
+    Replaced,
     StateRef,
     Stopped,
     Verdict,
@@ -53,7 +39,6 @@ from p2p_dmc.core.agreement_messages import (
 )
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.core.quorum import Quorum
-from p2p_dmc.errors import UserError
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -69,11 +54,11 @@ class Run:
     def __init__(self, name: str, options: run_files.RunOptions, services: Services) -> None:
         self.name, self.options, self.services = name, options, services
         self.folder = services.home.run_folder(name)
-        record = run_files.load_record(self.folder)
+        record = run_files.own_record(self.folder)
         boot = run_files.boot_for(record, services.boot, lambda: services.home.start_identity().boot)
         self.me = MemberId(peer_id=services.peer_id, boot=boot)
         self._promises = record.promises if record else Promises()
-        self.keeper = StateKeeper(name, self.folder, services)
+        self.keeper = StateKeeper(name, self.folder, services, self._promises)
         self.values = GroupValues(name, services)
         self.end = RunEnd(self)
         settings = services.settings
@@ -82,16 +67,17 @@ class Run:
         self.agreement: Agreement | None = None
         self.desk = TrainerDesk(self)
         self.members = MemberDesk(self)
+        self.views = Views(self)
         self.training: Training | None = None
+        """As a voter; at most one of the two is there."""
+        self.learning: Learning | None = None
         self.view: View | None = None
         self.measured, self.waiting = Measured(), ""
         self.stood_in = 0
         """Epoch of the last view that honoured this peer's claims; 0 when they are dead."""
-        self._trainer_base: tuple[int, int] | None = None
-        """Lineage of the anchor that the trainer's local parameters come from."""
-        self._in_flight: tuple[int, int] | None = None
-        self._in_ledger: set[tuple[str, int, int]] = set()
-        """Strikes that this view's members brought: the ledger of its first complete round has them."""
+        self.in_flight: tuple[int, int] | None = None
+        self.parked = False
+        """The trainer waits for a view, and does nothing but reduce until it trains in one."""
         self._early_lease: int | None = None
         self._tasks = Tasks(self._failed)
         self.spawn = self._tasks.spawn
@@ -114,9 +100,9 @@ class Run:
         for peer_id, message in ready.sends:
             self.services.send(peer_id, message, self.name)
         if ready.froze:
-            self._frozen()
+            self.views.frozen()
         if ready.installed is not None:
-            self._installed(ready.installed)
+            self.views.installed(ready.installed)
         return ready
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
@@ -145,7 +131,9 @@ class Run:
     def trainer_message(self, message: object) -> None:
         """One message of the trainer."""
         training = self.training  # alone, what it does may have installed the next view when it returns
-        if isinstance(message, local.RunReady):
+        if isinstance(message, local.Parked):
+            self.parked = self.training is None
+        elif isinstance(message, local.RunReady):
             self.desk.run_ready(message)
         elif isinstance(message, local.InitialWritten):
             self.desk.initial_written(message)
@@ -153,7 +141,7 @@ class Run:
             self._lease(message)
         elif isinstance(message, local.RoundReady) and training is not None:
             training.round_ready(message)
-            self._in_flight = training.in_flight
+            self.in_flight = training.in_flight
         elif isinstance(message, local.RoundResult):
             self._round_result(message)
         elif isinstance(message, local.RoundFailed):
@@ -165,7 +153,8 @@ class Run:
 
     def trainer_ready(self) -> None:
         """The trainer waits for a view; this peer holds a state."""
-        self._trainer_base = None
+        self.views.new_trainer()
+        self.parked = True
         held = self.keeper.current
         if self.agreement is None and held is not None:
             self.agreement = Agreement(
@@ -190,8 +179,7 @@ class Run:
             return
         stopped = self.agreement.withdraw()
         self.members.tell_withdrawal(stopped, reason)
-        self._end_training()
-        self.stood_in, self._trainer_base, self._in_flight = 0, None, None
+        self.views.forget()
         self.services.meta_changed()
 
     # -- leases and rounds -----------------------------------------------------------------------------------------
@@ -202,11 +190,19 @@ class Run:
         else:
             self._early_lease = message.samples
 
+    def serve_early_lease(self) -> None:
+        """The trainer asked before there was a view to hand it anything out of."""
+        if self._early_lease is not None and self.training is not None:
+            samples, self._early_lease = self._early_lease, None
+            self.training.lease(samples)
+
     def _round_result(self, message: local.RoundResult) -> None:
         training = self.training
         if training is not None:
             training.round_result(message)
-            self._in_flight = training.in_flight
+            self.in_flight = training.in_flight
+        elif self.learning is not None:
+            self.learning.round_result(message)
         else:
             self.to_trainer(local.RoundRefused(view_epoch=message.view_epoch, round=message.round))
 
@@ -229,13 +225,6 @@ class Run:
                 self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True)
             )
 
-    def claims(self) -> tuple[tuple[int, int, int], ...]:
-        if self.training is None:
-            return self._carried_claims if self.stood_in else ()
-        return tuple((s.shard, s.lo, s.hi) for s in self.training.work.claims())
-
-    _carried_claims: tuple[tuple[int, int, int], ...] = ()
-
     def ledger(self) -> Ledger:
         if self.training is not None:
             return self.training.ledger
@@ -251,7 +240,7 @@ class Run:
             ProposalPayload(
                 view_epoch=self.stood_in,
                 epoch=ledger.epoch,
-                claims=self.claims(),
+                claims=self.views.claims(),
                 holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,
@@ -260,96 +249,6 @@ class Run:
                 counted=self.desk.counted,
             )
         )
-
-    # -- views ------------------------------------------------------------------------------------------------------
-
-    def _frozen(self) -> None:
-        if self.training is not None:
-            self.training.freeze()
-            self.to_trainer(local.CancelGroup(view_epoch=self.training.view.view_epoch))
-
-    def _end_training(self) -> None:
-        if self.training is not None:
-            self._carried_claims = self.claims()
-            self.training.freeze()
-            self.training = None
-
-    def _installed(self, view: View) -> None:
-        """A view stands. Adopt its start state if need be, then open it."""
-        mine = view.members.index(self.me)
-        payloads = [decode_payload(p) for p in view.payloads]
-        honoured = payloads[mine].view_epoch == max(p.view_epoch for p in payloads)
-        self.stood_in = view.view_epoch if honoured and self.stood_in else 0
-        old_training, old_view = self.training, self.view
-        old_work = old_training.work if old_training is not None else None
-        self._end_training()
-        self.view = view
-        self.values.view_changed(view)
-        report_view(self, view)
-        with contextlib.suppress(OSError):  # a full disk: others know the settings, too
-            run_files.save_run(self.folder, fingerprint=[list(pair) for pair in self.desk.fingerprint])
-        self.services.meta_changed()
-        self.spawn(self._open_view(view, old_work, old_view))
-
-    async def _open_view(self, view: View, old_work: Work | None, old_view: View | None) -> None:
-        held = self.keeper.current
-        if held is None or held.ref != view.start:
-            started_s = time.monotonic()
-            donors = [m.peer_id for m in view.holders if m != self.me]
-            try:
-                await self.keeper.adopt(view.start, lambda: self._bulk_addresses(donors), give_up_s=60.0)
-            except (AdoptionFailedError, UserError, OSError) as error:
-                self.event("adoption_failed", reason=str(error))
-                if self.view is view and self.agreement is not None and not self.agreement.frozen:
-                    # the others stand at the barrier, and in the next view this peer would fail likewise
-                    self.desk.refuse(f"{error}; see that the other peers' ports can be reached from here")
-                return
-            seconds = round(time.monotonic() - started_s, 3)
-            self.event("adopted", lineage=list(view.start.lineage), seconds=seconds)
-        if self.view is not view or self.agreement is None or self.agreement.frozen or not self.desk.up:
-            return
-        held = self.keeper.make_current(view.start)
-        self.act(self.agreement.adopted(view.start, now_ms()))
-        self._start_view(view, held, old_work, old_view)
-
-    def _bulk_addresses(self, peer_ids: list[str]) -> list[str]:
-        return [r.bulk_address for r in map(self.services.record, peer_ids) if r is not None]
-
-    def _start_view(self, view: View, held: Held, old_work: Work | None, old_view: View | None) -> None:
-        assert self.desk.ready is not None and self.desk.policy is not None, "a view without a ready trainer"
-        payloads = [decode_payload(p) for p in view.payloads]
-        ledger = opening_ledger(payloads, held.ledger, skip_lost=self.desk.on_lost == "skip")
-        me = view.members.index(self.me)
-        mode = local_mode(
-            view.start.lineage,
-            honoured=self.stood_in > 0 and not gave_up_claims(payloads[me], ledger),
-            base=self._trainer_base,
-            in_flight=self._in_flight,
-        )
-        work = Work.for_view(view, me, ledger, keep_leases=mode != local.Local.RESET)
-        self.training = Training(
-            host=self,
-            view=view,
-            me=self.me,
-            held=held,
-            ledger=ledger,
-            work=work,
-            policy=self.desk.policy,
-            payload_spec=run_files.payload_spec(self.desk.ready.parameters),
-            measured=self.measured,
-            keeper=self.keeper,
-        )
-        self.stood_in, self._trainer_base, self._in_flight = view.view_epoch, held.ref.lineage, None
-        self._in_ledger = {s.key for p in payloads for s in p.strikes}
-        report_opening(self, view, ledger, work, old_work, old_view)
-        self.services.meta_changed()
-        self.to_trainer(view_started(self, view, held, ledger, mode))
-        self.values.flush(self.to_trainer)
-        self.training.start()
-        self.members.hand_over(self.training)
-        if self._early_lease is not None:
-            samples, self._early_lease = self._early_lease, None
-            self.training.lease(samples)
 
     # -- what Training asks for (TrainingHost) ----------------------------------------------------------------------
 
@@ -361,8 +260,8 @@ class Run:
 
     def hold(self, held: Held) -> None:
         self.keeper.hold(held)
-        self._trainer_base = held.ref.lineage
-        self.desk.forget_strikes(self._in_ledger)
+        self.views.based_on(held)
+        self.desk.forget_strikes(self.views.in_ledger)
 
     def committed(self, held: Held) -> None:
         if self.agreement is None or self.view is None:
@@ -430,7 +329,8 @@ class Run:
         """A ready peer with the same settings asks to be let in: at the next barrier."""
         if self.agreement is not None and self.training is not None:
             self.act(self.agreement.join_requested(peer_id, now_ms()))
-            self.training.repeat()
+            if self.training is not None:
+                self.training.repeat()
 
     def withdrawn(self, stopped: Stopped) -> None:
         if self.agreement is not None and not self.end.agreed:
@@ -446,6 +346,11 @@ class Run:
         """The run's founding, as far as this peer knows it."""
         return self.agreement.history if self.agreement is not None else self._promises.history
 
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        """The histories that it took the place of, newest first."""
+        return (self.agreement.promises if self.agreement is not None else self._promises).replaced
+
     def tick(self) -> None:
         """Timers of the core, repeated headers, and the way into a view."""
         if self.agreement is None or self.end.agreed:
@@ -453,24 +358,26 @@ class Run:
         self.act(self.agreement.tick(now_ms()))
         if self.end.outcome:
             return
-        if self.agreement.left_out and self.training is not None:
-            self.event("left_out", view_epoch=self.training.view.view_epoch)
-            self._end_training()
+        if self.agreement.left_out and self.rounds is not None:
+            self.event("left_out", view_epoch=self.rounds.view.view_epoch)
+            self.views.end()
             self.stood_in = 0  # whoever was left out sets local := anchor
-        training = self.training
+        training, learning = self.training, self.learning
         if training is not None and not training.frozen:
             if reason := out_of_date(training, self.services.data):
                 self.wants_change(reason)
             training.serve_lease()
             training.repeat()
             self.rivals.look()
+        elif learning is not None and not learning.frozen:
+            learning.repeat()
         elif self.desk.up:
             self._enter()
 
     def _enter(self) -> None:
         if self.agreement is None or not (self.agreement.frozen or self.agreement.left_out):
             return  # a view stands, its start state is on the way
-        if self.training is not None and time.monotonic() - self.training.frozen_s < STUCK_S:
+        if self.rounds is not None and time.monotonic() - self.rounds.frozen_s < STUCK_S:
             return  # an attempt is under way
         step = self.entrance.step(
             run_meta(self), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
@@ -478,21 +385,37 @@ class Run:
         self.waiting = step.waiting or self.agreement.waiting_for() or ""
         if step.found:
             self.act(self.agreement.found(step.found, now_ms()))
+        if step.ask and not self.parked:
+            self.to_trainer(
+                local.Park()
+            )  # whoever waits for this peer in a reduction waits for no local step
+            return
         for peer_id in step.ask:
             self.services.send(peer_id, messages.JoinRequest(fingerprint=self.desk.fingerprint), self.name)
         if step.yield_to:
-            self.give_up_history()
+            self.give_up_history(step)
 
-    def give_up_history(self) -> None:
-        """More is committed elsewhere: forget this history and join the other, as a newcomer does."""
-        self.event("history_given_up")
-        self._end_training()
-        self.view, self.stood_in, self._trainer_base = None, 0, None
+    def give_up_history(self, step: Step) -> None:
+        """More is committed elsewhere, or this peer was evicted: forget this history and join as a newcomer."""
         held = self.keeper.current
+        lineage = list(held.ref.lineage) if held is not None else None
+        self.event("history_given_up", to=step.yield_to.hex(), replaced=step.replaced, lineage=lineage)
+        self.views.forget()
+        self.view = None
         if self.agreement is not None and held is not None:
             newcomer = StateRef(lineage=(0, 0), digest=held.ref.digest)
             self.act(self.agreement.yield_history(newcomer, now_ms()))
         self.services.meta_changed()
+
+    @property
+    def rounds(self) -> Training | Learning | None:
+        """What goes on in the view that stands, or stood last."""
+        return self.training or self.learning
+
+    def stopped(self) -> None:
+        """The voters stopped the run while this peer was learning: it has nothing to close."""
+        self.to_trainer(local.TrainerStop(reason="the run was stopped"))
+        self.end.over("stopped", "")
 
     async def shut_down(self) -> None:
         """The agent ends, or another script is to run under this name: nothing of this one is left in memory."""

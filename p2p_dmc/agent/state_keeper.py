@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from p2p_dmc.agent.checkpoints import (
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
 from p2p_dmc.core.adacomm import TauState
-from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.agreement_messages import Promises, StateRef
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import BulkRequest
@@ -31,19 +31,27 @@ from p2p_dmc.wire.trainer_messages import ParameterSpec
 
 log = logging.getLogger("p2p_dmc.state")
 CACHED = 2
+"""States remembered, the current one among them."""
+SERVED_S = 30.0
+"""A state that somebody downloads is remembered for so long after the last request,"""
+MOST_SERVED = 2
+"""but no more of them than this at once."""
 
 
 class StateKeeper:
     """The current state, a few recent ones, and their way to disk and to other peers."""
 
-    def __init__(self, run: str, folder: Path, services: Services) -> None:
+    def __init__(self, run: str, folder: Path, services: Services, promises: Promises) -> None:
         self._run = run
+        self._promises = promises
         self._folder = folder
         self._services = services
         self.slots: SlotPool | None = None
         self.parameters: tuple[ParameterSpec, ...] = ()
         self.current: Held | None = None
         self._recent: dict[bytes, Held] = {}
+        self._served_s: dict[bytes, float] = {}
+        """When each state was last asked for, or promised to somebody."""
         self._checkpointed_s = time.monotonic()
         self._checkpointed_view = 0
         self._writing = False
@@ -51,7 +59,7 @@ class StateKeeper:
         self._scratch: Path | None = None
 
     def open(self, parameters: Sequence[ParameterSpec]) -> None:
-        """The parameters are known: make room, and load the newest checkpoint that is whole."""
+        """The parameters are known: make room, and load the newest checkpoint that is whole and of this history."""
         self.parameters = tuple(parameters)
         numel = sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
         self.slots = SlotPool(self._services.memory, numel)
@@ -61,6 +69,9 @@ class StateKeeper:
             try:
                 if checkpoint_parameters(checkpoint) != self.parameters:
                     raise ValueError("it is of another model")
+                history = bytes.fromhex(checkpoint.meta["history"])
+                if not run_files.belongs(self._promises, history, checkpoint.lineage):
+                    raise ValueError("it is of a history of this run that was given up")
                 held = load_checkpoint(checkpoint, self.slots)
                 self.hold(held)
                 (view_epoch, number), ledger = held.ref.lineage, held.ledger
@@ -87,19 +98,37 @@ class StateKeeper:
         if held.slot == self._scratch:
             self._scratch = None  # the next candidate gets another slot
         self.current = held
-        self._remember(held)
+        self.remember(held)
 
-    def _remember(self, held: Held) -> None:
+    def remember(self, held: Held) -> None:
+        """For those who ask for it, and for a view that may start from it. ``held.slot`` comes pinned once."""
         slots = self.pool()
         if held.ref.digest in self._recent:
             slots.unpin(held.slot)  # already remembered, the same bytes
-            self.make_current(held.ref)
+            if self.current is held:
+                self.make_current(held.ref)
             return
         self._recent[held.ref.digest] = held
-        for digest in [d for d, h in self._recent.items() if h is not self.current][
-            : max(0, len(self._recent) - CACHED)
-        ]:
+        since_s = time.monotonic() - SERVED_S
+        served = [d for d, at_s in self._served_s.items() if at_s > since_s and d in self._recent]
+        wanted = set(served[-MOST_SERVED:])
+        others = [d for d, h in self._recent.items() if h is not self.current and d not in wanted]
+        for digest in others[: max(0, len(others) + 1 - CACHED)]:
             slots.unpin(self._recent.pop(digest).slot)
+            self._served_s.pop(digest, None)
+
+    def expect_request(self, digest: bytes) -> None:
+        """Somebody is about to download this state."""
+        self._served_s.pop(digest, None)
+        self._served_s[digest] = time.monotonic()
+
+    def named(self, held: Held, ref: StateRef) -> Held:
+        """The same state under an agreed lineage."""
+        if held.ref == ref:
+            return held
+        return Held(
+            ref=ref, slot=held.slot, anchor_digest=held.anchor_digest, ledger=held.ledger, tau=held.tau
+        )
 
     def discard(self) -> None:
         """The run is over in this agent's memory; what is on disk stays."""
@@ -142,13 +171,19 @@ class StateKeeper:
             file.seek(request.offset)
             return self.pool().size_bytes, file.read(request.size)
 
-    async def adopt(self, ref: StateRef, donors: Callable[[], Sequence[str]], give_up_s: float) -> Held:
+    async def adopt(
+        self,
+        ref: StateRef,
+        donors: Callable[[], Sequence[str]],
+        give_up_s: float,
+        gate: Callable[[int], Awaitable[None]] | None = None,
+    ) -> Held:
         """Fetch and verify; it is remembered, but current only when the run says so. AdoptionFailedError."""
         known = self._recent.get(ref.digest)
         if known is not None:
             return known
         adoption = Adoption(
-            self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes
+            self._services.bulk, self._run, self.pool(), self._services.settings.fetch_chunk_bytes, gate
         )
         held = await adoption.fetch(ref, donors, give_up_s)
         if ref.digest in self._recent:  # adopted for another view meanwhile
@@ -159,21 +194,16 @@ class StateKeeper:
 
     def make_current(self, ref: StateRef) -> Held:
         """The agreed state, which is remembered under its digest, carries the agreed lineage from now on."""
-        known = self._recent[ref.digest]
-        held = (
-            known
-            if known.ref == ref
-            else Held(
-                ref=ref,
-                slot=known.slot,
-                anchor_digest=known.anchor_digest,
-                ledger=known.ledger,
-                tau=known.tau,
-            )
-        )
+        held = self.named(self._recent[ref.digest], ref)
         self._recent[ref.digest] = held
         self.current = held
         return held
+
+    def take_scratch(self) -> Path:
+        """The scratch slot, which holds something worth keeping now: the caller's, pinned once."""
+        slot = self.scratch()
+        self._scratch = None
+        return slot
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class TrainerDesk:
         if not self.up:
             return
         self.up = False
-        claims = self._run.claims()
+        claims = self._run.views.claims()
         if in_hand and claims:
             self._deaths += 1
             self.strikes.append(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from p2p_dmc.agent.run_files import load_names, save_run
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
     from p2p_dmc.agent.training import Training
 
+MOST_NAMED = 256
+"""Peers whose names a run remembers."""
 MOST_KEYS = 16
 """Keys of skipped samples that an event names; a lost shard has many more."""
 
@@ -56,6 +60,25 @@ def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) 
     )
 
 
+def learning_started(run: Run, view: View) -> ViewStarted:
+    """To a learner's trainer: it reduces zeros in this view, and does nothing else."""
+    return ViewStarted(
+        view_epoch=view.view_epoch,
+        view_id=view.view_id,
+        history=view.history,
+        rank=view.members.index(run.me),
+        world=len(view.members),
+        next_round=view.start.lineage[1] + 1,
+        slot_path="",
+        digest=b"",
+        tau=1,
+        epoch=0,
+        local=Local.LEARN,
+        backend="gloo" if run.desk.backend == "auto" else run.desk.backend,
+        group_timeout_ms=run.services.settings.group_timeout_ms,
+    )
+
+
 def out_of_date(training: Training, data: DataService) -> str:
     """Why the view's assignment no longer fits what can be had of the data; "" while it does."""
     reachable = data.reachable(training.ledger.dataset_digest)
@@ -77,10 +100,24 @@ def report_view(run: Run, view: View) -> None:
         view_epoch=view.view_epoch,
         view_id=view.view_id.hex(),
         history=view.history.hex(),
-        members=[m.peer_id for m in view.members],
+        members=[m.peer_id for m in view.voters],
+        learners=[m.peer_id for m in view.learners],
         start=list(view.start.lineage),
         digest=view.start.digest.hex(),
+        parent=view.parent.hex(),
     )
+    for peer_id in view.evicted:
+        run.event("evicted", peer_id=peer_id, view_epoch=view.view_epoch)
+    remember_names(run, view)
+
+
+def remember_names(run: Run, view: View) -> None:
+    """After a power cut a peer waits for some that it has not heard of in this life: by these names."""
+    known = load_names(run.folder)
+    names = {r.peer_id: r.name for r in run.services.members() if r.peer_id in view.peers}
+    if not names.items() <= known.items():
+        with contextlib.suppress(OSError):  # a full disk: then by their ids
+            save_run(run.folder, names=dict(list((known | names).items())[-MOST_NAMED:]))
 
 
 def report_opening(

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from p2p_dmc.agent.run_files import load_names
+
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
@@ -21,13 +23,14 @@ def waiting(run: Run) -> str:
     """Why no round can be had, in words; "" when nothing is in the way."""
     if run.end.outcome or run.agreement is None or not run.desk.up:
         return ""
-    reason = run.waiting if run.training is None else run.agreement.waiting_for() or ""
+    reason = run.waiting if run.rounds is None else run.agreement.waiting_for() or ""
     return PEER_ID.sub(lambda found: _name(run, found[0]), reason)
 
 
 def _name(run: Run, peer_id: str) -> str:
     record = run.services.record(peer_id)
-    return f"{record.name} ({peer_id[:8]})" if record is not None else peer_id[:8]
+    name = record.name if record is not None else load_names(run.folder).get(peer_id)
+    return f"{name} ({peer_id[:8]})" if name else peer_id[:8]
 
 
 class Patience:

@@ -45,6 +45,8 @@ class Rounds:
         self.ever_stepped = False
         self.yielded = 0  # in batches handed out, not stepped yet
         self._next_round = 0
+        self._parked = False  # no local step until a view to train in has come
+        self._learning: tm.ViewStarted | None = None  # the view to learn in
         self._loss_sum: torch.Tensor | float = (
             0.0  # stays on its device: reading it each step would wait for the GPU
         )
@@ -84,9 +86,11 @@ class Rounds:
     # -- messages --------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """A safe point: act on what has arrived, without waiting."""
+        """A safe point: act on what has arrived. Without waiting, unless this trainer is parked."""
         while (message := self._link.get_nowait()) is not None:
             self._apply(message)
+        while self._parked and not self.finished:
+            self.take()
 
     def take(self) -> Any:
         """Wait for the next message, act on it, return it."""
@@ -115,6 +119,11 @@ class Rounds:
                 self._finish(message)
             case tm.ViewStarted() if not self.finished:
                 self._enter_view(message)
+            case tm.Park() if not self.finished:
+                self._parked = True
+                self.send(tm.Parked())
+            case tm.Reduce() if self._learning is not None:
+                self._reduce_to_learn(message, self._learning)
             case tm.WriteInitial() if self.view is None and self._flat is not None:
                 self._write_initial(message, self._flat)
             case tm.Lease():
@@ -135,6 +144,10 @@ class Rounds:
         check_backend(view.backend)
         if self._flat is None:
             raise RuntimeError("a view before RunReady")
+        if view.local is tm.Local.LEARN:
+            self._learning, self._parked = view, True
+            return
+        self._learning, self._parked = None, False
         self._anchor = state.read_slot(view.slot_path, self._flat.size, view.digest)
         self._scratch_weight = None
         first, self.view = self.view is None, view
@@ -223,7 +236,7 @@ class Rounds:
         return (message.view_epoch, message.round) == (self.view.view_epoch, self._next_round)
 
     def _say_ready(self) -> None:
-        if self.finished:
+        if self.finished or self._parked:
             return
         assert self.view is not None
         self._candidate = None
@@ -256,8 +269,8 @@ class Rounds:
             state.weighted_delta(self._anchor, self._scratch, weight)
         self._scratch_weight = weight
 
-    def _reduce(self, order: tm.Reduce) -> None:
-        assert self.view is not None and self._flat is not None
+    def _all_reduce(self, order: tm.Reduce) -> int | None:
+        """Sum everybody's weighted delta into scratch; microseconds, or None when it failed."""
         started = time.perf_counter()
         self._scale(order.weight)
         self._scratch_weight = None
@@ -267,18 +280,39 @@ class Rounds:
         except CollectiveError as error:
             self._groups.drop(order.view_epoch)  # at once: the others learn of it by their broken connections
             self.send(tm.RoundFailed(view_epoch=order.view_epoch, round=order.round, reason=str(error)))
+            return None
+        return int((time.perf_counter() - started) * 1e6)
+
+    def _reduce(self, order: tm.Reduce) -> None:
+        assert self.view is not None and self._flat is not None
+        comm_us = self._all_reduce(order)
+        if comm_us is None:
             return
-        comm_us = int((time.perf_counter() - started) * 1e6)
         candidate = state.open_slot(order.slot_path, self._flat.size)
         state.average(self._anchor, self._scratch, order.divisor, out=candidate)
         self._candidate = candidate
-        moved = ring_bytes(self._flat.size * state.ITEM_BYTES, self.view.world) if order.divisor else 0
         reach("reduced")
+        self._say_result(order, state.digest_of(candidate), comm_us, self.view.world if order.divisor else 1)
+
+    def _reduce_to_learn(self, order: tm.Reduce, view: tm.ViewStarted) -> None:
+        """A learner has no anchor yet: it adds zeros, and hands on what the round does to everybody's."""
+        assert self._flat is not None
+        if order.view_epoch != view.view_epoch:
+            return
+        comm_us = self._all_reduce(order)
+        if comm_us is None:
+            return
+        state.mean(self._scratch, order.divisor, out=state.open_slot(order.slot_path, self._flat.size))
+        self._say_result(order, b"", comm_us, view.world)
+
+    def _say_result(self, order: tm.Reduce, digest: bytes, comm_us: int, world: int) -> None:
+        assert self._flat is not None
+        moved = ring_bytes(self._flat.size * state.ITEM_BYTES, world)
         self.send(
             tm.RoundResult(
                 view_epoch=order.view_epoch,
                 round=order.round,
-                digest=state.digest_of(candidate),
+                digest=digest,
                 comm_us=comm_us,
                 bytes_sent=moved,
                 bytes_received=moved,

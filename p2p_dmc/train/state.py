@@ -145,6 +145,11 @@ def average(anchor: torch.Tensor, reduced: torch.Tensor, divisor: int, out: torc
     torch.sub(anchor, reduced, out=out)
 
 
+def mean(reduced: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
+    """``out`` becomes reduced / divisor: what ``average`` subtracts from the anchor."""
+    torch.div(reduced, float(divisor), out=out)
+
+
 def forget_nonfinite(state: dict[Any, Any]) -> int:
     """Drop an inner optimizer's memory of every parameter for which it holds NaN or infinity; how many there
     were.

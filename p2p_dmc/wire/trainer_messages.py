@@ -18,6 +18,7 @@ class Local(IntEnum):
     KEEP = 0  # the anchor stands; local parameters, samples since the last round and leases stay as they are
     COUNTED = 1  # local := anchor, samples of the failed round are counted by others; unconsumed leases stay
     RESET = 2  # local := anchor, samples and leases are dropped
+    LEARN = 3  # there is no anchor yet: reduce zeros and nothing else until a view says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,10 @@ class RoundReady:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """The reduction is done and the candidate anchor stands in the slot that Reduce named; digest xxh3_128 of it."""
+    """The reduction is done and the candidate anchor stands in the slot that Reduce named; digest xxh3_128 of it.
+
+    A learner's has no digest: the slot holds the averaged delta.
+    """
 
     view_epoch: int
     round: int
@@ -129,6 +133,12 @@ class RoundResult:
     comm_us: int
     bytes_sent: int
     bytes_received: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """The trainer waits for a view."""
 
 
 @message
@@ -263,8 +273,17 @@ class ShardReady:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Park:
+    """Stop at the next safe point, say Parked, and wait for a view: this peer is about to join as a learner."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, new anchor into the slot."""
+    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, new anchor into the slot.
+
+    In a view to learn in: reduce zeros, and the averaged delta goes into the slot.
+    """
 
     view_epoch: int
     round: int

@@ -63,7 +63,7 @@ def test_a_view_of_one_may_give_way_to_the_next_within_a_message(tmp_path: Path,
     training = SimpleNamespace(round_ready=installed, round_result=installed, in_flight=(1, 2))
     run.training = cast(Any, training)
     run.trainer_message(plain(kind))
-    assert run.training is None and run._in_flight == (1, 2)
+    assert run.training is None and run.in_flight == (1, 2)
 
 
 def test_nobody_waits_for_a_peer_that_is_refused(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_peer_that_cannot_have_the_start_state_leaves_the_others_alone(
 
     run.keeper.adopt = fail  # type: ignore[method-assign, assignment]
     assert run.view is not None
-    asyncio.run(run._open_view(run.view, None, None))
+    asyncio.run(run.views._open(run.view, None, None))
     assert [to for to, m, _ in around.sent if isinstance(m, Withdrawn)] == [peer(2)]
     assert run.end.outcome == "refused" and str(fault) in run.end.detail
 
