@@ -7,7 +7,7 @@ from pathlib import Path
 
 from p2p_dmc.data.disk import shard_path
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.samples import Sample, SampleReader
+from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
@@ -46,11 +46,11 @@ class Dataset:
                 yield self.read(shard, index)
 
     def read(self, shard: int, index: int) -> Sample:
-        """One sample; its shard is fetched if it is not on this machine."""
+        """One sample; its shard is fetched if it is not on this machine, or not whole."""
         path = shard_path(self._folder, self.manifest.shards[shard].digest)
         try:
             return self._reader.read(path, self.manifest, shard, index)
-        except FileNotFoundError:
+        except (FileNotFoundError, ShardDamaged):
             return self._reader.read(self._fetch(shard), self.manifest, shard, index)
 
     def _fetch(self, shard: int) -> Path:

@@ -213,8 +213,8 @@ class ChaosRun:
         if not patient:
             self.revive()
         self.pause(max([self.rng.uniform(*f.brief_s) for f in happened], default=0.0))
-        if patient:
-            self.await_notice([f for f in happened if f.victim.running], records, NOTICE_S)
+        now = [f for f in happened if f.stubborn or (patient and not f.at_return)]
+        self.await_notice(now, records, NOTICE_S)
         for fault in happened:
             fault.heal()
             records[id(fault)].proof = fault.proof

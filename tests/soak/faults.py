@@ -34,6 +34,10 @@ class Fault:
     kind: ClassVar[str]
     deadly: bool = False
     """Whether a process dies, so that no view from before it can go on."""
+    stubborn: ClassVar[bool] = False
+    """Whether it lasts until it is noticed, because it would have no effect before."""
+    at_return: ClassVar[bool] = False
+    """Whether it can only be noticed when the victim is back."""
     brief_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
     """How long it lasts at least before it is healed, when nobody waits for it to be noticed."""
 
@@ -165,6 +169,7 @@ class KillAll(KillTree):
     """Everybody at once: what is committed and checkpointed is all that is left."""
 
     kind = "kill all"
+    at_return = True
 
     def strike(self) -> None:
         for peer in self.hosts.peers:
@@ -174,6 +179,25 @@ class KillAll(KillTree):
     def noticed(self) -> str:
         resumed = [p for p in self.hosts.peers for line in since(p, self.when) if line["event"] == "view"]
         return f"{resumed[0].name}: a view after it" if resumed else ""
+
+
+class Restart(Fault):
+    """Ctrl-C: it leaves, and comes back as a new incarnation."""
+
+    kind = "restart"
+    deadly = True
+
+    def strike(self) -> None:
+        self.when = time.time()
+        self.victim.interrupt()
+
+    def struck(self) -> bool:
+        if self.victim.process is not None and self.victim.process.poll() is not None:
+            self.proof = f"exit status {self.victim.process.poll()}"
+        return bool(self.proof)
+
+    def noticed(self) -> str:
+        return self.seen_by_others()
 
 
 # --- silence ----------------------------------------------------------------------------------------------
@@ -286,21 +310,28 @@ class Loss(Fault):
 
 class DiskFull(Fault):
     kind = "disk full"
-    brief_s = (3.0, 6.0)
+    stubborn = True
 
     def strike(self) -> None:
         self.when, self._heard = time.time(), len(self.victim.said())
-        path, written = self.victim.home / BALLAST, 0
+        self.proof = self.fill()
+
+    def fill(self) -> str:
+        """Take all that is free; what the disk says then."""
+        written = 0
         try:
-            with path.open("wb", buffering=0) as file:
+            with (self.victim.home / BALLAST).open("ab", buffering=0) as file:
                 while True:
                     written += file.write(bytes(4096))
         except OSError as error:
-            self.proof = f"{error.strerror} after {written} bytes"
+            return f"{error.strerror} after {written} bytes"
 
     def noticed(self) -> str:
-        told = [line for line in self.victim.said()[self._heard :].splitlines() if "space" in line]
-        return f"it says: {told[0][-160:]}" if told else ""
+        told = [line for line in self.victim.said()[self._heard :].splitlines() if "free some" in line]
+        if told:
+            return f"it says: {told[0][-160:]}"
+        self.fill()  # an old checkpoint may have made room
+        return ""
 
     def heal(self) -> None:
         (self.victim.home / BALLAST).unlink(missing_ok=True)
@@ -328,6 +359,7 @@ class BadShard(KillAgent):
     """Shards on the disk of a peer that is down are damaged; it finds them when it is back."""
 
     kind = "bad shard"
+    at_return = True
 
     def strike(self) -> None:
         super().strike()
@@ -359,6 +391,7 @@ class BadCheckpoint(KillAgent):
     """The newest checkpoint of a peer that is down is damaged; it goes on from an older one, or from others."""
 
     kind = "bad checkpoint"
+    at_return = True
 
     def strike(self) -> None:
         super().strike()
@@ -458,6 +491,8 @@ KINDS: dict[type[Fault], int] = {
     Loss: 3,
     DiskFull: 1,
     BadShard: 1,
+    LiveBadShard: 2,
     BadCheckpoint: 1,
+    Restart: 2,
 }
 """How often each comes, besides exact cuts."""

@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -467,6 +468,23 @@ def test_reading_the_data_set_asks_for_shards_that_are_elsewhere(agent: Scripted
         samples = list(data)
     assert [sample["__key__"] for sample in samples] == list(data.keys())
     assert sorted(int(sample["txt"]) for sample in samples) == list(range(10))
+
+
+def test_a_shard_that_was_cut_short_under_the_reader_is_asked_for(agent: ScriptedAgent) -> None:
+    path = agent.store.path(agent.manifest.digest, 1)
+    whole = path.read_bytes()
+    os.truncate(path, 10)
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.welcome()
+        agent.dataset()
+        agent.expect(tm.ShardRequest)
+        path.unlink()  # as the agent does when it has verified it
+        path.write_bytes(whole)
+        agent.send(tm.ShardReady(dataset=agent.manifest.digest, shard=1, path=str(path)))
+
+    with agent.play(script), dmc.connect(agent.environment) as peer:
+        assert sorted(int(sample["txt"]) for sample in peer.dataset("numbers")) == list(range(10))
 
 
 def test_connect_elsewhere_says_what_to_do() -> None:
