@@ -1,0 +1,1 @@
+"""What benchmarks/recovery.py is made of: the trials, and each contestant's peers."""
