@@ -27,13 +27,16 @@ RUN = "chaos"
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 SAMPLES, SAMPLE_BYTES = 512, 700
-EPOCHS_PER_FAULT = 0.6
+EPOCHS_PER_FAULT = 0.4
 DELAY_MS = 60
 START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 40.0, 45.0, 90.0, 180.0
 CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
 AT_ONCE = (1, 2, 3, 3)
 """How many faults come together."""
+MEANWHILE = (0, 1, 2, 2, 3)
+"""How many more come to others while a peer that died comes back, each for BRIEF_S at least."""
+BRIEF_S, SOON_S = (0.5, 2.0), 5.0
 AGAIN = 5
 """A peer that ends by itself while others are hurt is started again at most so often for one fault."""
 MORE_THREADS, MORE_FILES = 8, 32
@@ -86,6 +89,7 @@ class ChaosRun:
         self.outcome = Outcome(name)
         self.begun_s = 0.0
         self.epochs = 0
+        self.only: str | None = None
         self._sizes: dict[int, tuple[str, int, int]] = {}
         """Process id to whose it is, threads and open files when it was first looked at."""
 
@@ -101,6 +105,7 @@ class ChaosRun:
 
         ``keep``: where the homes of a run that failed are copied to. ``plan``: what comes, instead of chance.
         """
+        self.only = only
         self.epochs = max(6, round(faults * EPOCHS_PER_FAULT))
         with Hosts(self.root, NAMES) as hosts:
             self.hosts = hosts
@@ -109,7 +114,7 @@ class ChaosRun:
                 for planned in plan:
                     self.suffer(planned(hosts, self.rng))
                 while not plan and len(self.outcome.records) < faults and not self.late(until_s):
-                    self.suffer(self.choose(faults - len(self.outcome.records), only))
+                    self.suffer(self.choose(faults - len(self.outcome.records)))
                 self.measure(grown=True)
                 hosts.hurry()
                 hosts.ended(hosts.peers, deadline_s=END_S)
@@ -162,9 +167,9 @@ class ChaosRun:
 
     # -- one fault, or two -----------------------------------------------------------------------------------
 
-    def choose(self, most: int, only: str | None) -> list[Fault]:
+    def choose(self, most: int) -> list[Fault]:
         """What comes next: up to AT_ONCE faults that do not wait for each other, on different peers."""
-        rng = self.rng
+        rng, only = self.rng, self.only
         first = self.one(rng.choice(self.hosts.peers), only)
         others = rng.sample([p for p in self.hosts.peers if p is not first.victim], len(NAMES) - 1)
         if isinstance(first, PhaseCut) and first.phase == "adopting":
@@ -220,12 +225,31 @@ class ChaosRun:
             records[id(fault)].proof = fault.proof
         self.revive()
         newer = view if any(f.deadly for f in happened) else 0
+        happened += self.meanwhile(records) if newer else []
         self.together(max([f.when for f in happened], default=begun), TOGETHER_S, newer)
         back = time.time()
         for fault in happened:
             records[id(fault)].recovered_s = round(back - fault.when, 2)
         self.await_notice(happened, records, NOTICE_S)
         self.measure()
+
+    def meanwhile(self, records: dict[int, Record]) -> list[Fault]:
+        """While somebody comes back, others fall silent for a moment, one after another."""
+        happened: list[Fault] = []
+        for _ in range(self.rng.choice(MEANWHILE) if self.only is None else 0):
+            able = [p for p in self.hosts.peers if p.running and p.trainer() is not None]
+            if not able:
+                break
+            fault = self.rng.choice(kinds.SILENT)(self.hosts, self.rng.choice(able), self.rng)
+            fault.strike()
+            records[id(fault)] = self.record(fault, True)
+            self.outcome.records.append(records[id(fault)])
+            happened.append(fault)
+            self.pause(self.rng.uniform(*BRIEF_S))
+            self.await_notice([fault], records, SOON_S)
+            fault.heal()
+            records[id(fault)].proof = fault.proof
+        return happened
 
     def record(self, fault: Fault, together: bool) -> Record:
         at_s = round(fault.when - self.begun_s, 2)

@@ -496,3 +496,6 @@ KINDS: dict[type[Fault], int] = {
     Restart: 2,
 }
 """How often each comes, besides exact cuts."""
+
+SILENT: tuple[type[Fault], ...] = (StopTree, StopAgent, Cut, CutIn, CutOut)
+"""Those that end when they are healed, and cost nobody a process."""

@@ -40,6 +40,7 @@ def flap() -> None:
         ):
             run.withdraw("the soak test wants another view")
             run.trainer_ready()
+            run.parked = False
 
     Run.tick = flapping  # type: ignore[method-assign]
 
