@@ -18,6 +18,8 @@ import zmq
 from p2p_dmc.errors import UserError
 
 SOCKETS_PREFIX = "dmc-"
+RECORD_PREFIX = "current-"
+"""Of the files that name the newest state in an agent's memory (memory_record.py)."""
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
@@ -165,16 +167,21 @@ class MemoryFolder:
         self._home = home
         self._prefix = f"dmc-{peer_id[:16]}-"
         self._folder: Path | None = None
+        self.left: list[Path] = []
+        """What killed agents of this peer left, as far as a record says what is in it."""
 
     def folder(self, needed_bytes: int) -> Path:
-        """The folder; chosen at the first call by the room that is needed. Leftovers of this peer are removed."""
+        """The folder; chosen at the first call by the room that is needed. Useless leftovers are removed."""
         if self._folder is None:
             shared = Path("/dev/shm")
             bases = [self._home.root / "memory"]
             with contextlib.suppress(OSError):
                 for base in (shared, bases[0]):
                     for stale in base.glob(f"{self._prefix}*"):  # this home's lock is ours: its agent is gone
-                        shutil.rmtree(stale, ignore_errors=True)
+                        if any(stale.glob(f"{RECORD_PREFIX}*")):
+                            self.left.append(stale)
+                        else:
+                            shutil.rmtree(stale, ignore_errors=True)
                 if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * needed_bytes:
                     bases.insert(0, shared)
             bases[0].mkdir(exist_ok=True)
@@ -182,6 +189,8 @@ class MemoryFolder:
         return self._folder
 
     def remove(self) -> None:
+        for folder in self.left:
+            shutil.rmtree(folder, ignore_errors=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -85,7 +85,7 @@ class SlotPool:
 
     def __init__(self, memory: MemoryFolder, numel: int) -> None:
         self.size_bytes = max(4, 4 * numel)
-        self._folder = memory.folder(4 * self.size_bytes)
+        self.folder = memory.folder(4 * self.size_bytes)
         self._slots: list[Path] = []
         self._pins: Counter[Path] = Counter()
 
@@ -95,14 +95,14 @@ class SlotPool:
             if not self._pins[slot]:
                 self._pins[slot] = 1
                 return slot
-        path = self._folder / f"anchor-{uuid.uuid4().hex[:8]}"
+        path = self.folder / f"anchor-{uuid.uuid4().hex[:8]}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, self.size_bytes)
         except OSError as error:
             os.unlink(path)
             raise UserError(
-                f"no room for {self.size_bytes} bytes of parameters in {self._folder} ({error.strerror}); free some"
+                f"no room for {self.size_bytes} bytes of parameters in {self.folder} ({error.strerror}); free some"
             ) from None
         finally:
             os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,11 +21,13 @@ from p2p_dmc.agent.checkpoints import (
     write_checkpoint,
     write_model,
 )
+from p2p_dmc.agent.memory_record import drop_record, newest_record, remove_leftover, take_state, write_record
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
 from p2p_dmc.core.adacomm import TauState
-from p2p_dmc.core.agreement_messages import Promises, StateRef
+from p2p_dmc.core.agreement_messages import Lineage, Promises, StateRef
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import BulkRequest
 from p2p_dmc.wire.trainer_messages import ParameterSpec
@@ -44,6 +47,8 @@ class StateKeeper:
     def __init__(self, run: str, folder: Path, services: Services, promises: Promises) -> None:
         self._run = run
         self._promises = promises
+        self.history = promises.history
+        """That the states held from now on are of."""
         self._folder = folder
         self._services = services
         self.slots: SlotPool | None = None
@@ -59,13 +64,19 @@ class StateKeeper:
         self._scratch: Path | None = None
 
     def open(self, parameters: Sequence[ParameterSpec]) -> None:
-        """The parameters are known: make room, and load the newest checkpoint that is whole and of this history."""
+        """The parameters are known: make room, and load the newest state that is whole and of this history.
+
+        A checkpoint, unless an agent that was killed left a newer state in this machine's memory.
+        """
         self.parameters = tuple(parameters)
         numel = sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
         self.slots = SlotPool(self._services.memory, numel)
         for folder in unfinished_checkpoints(self._folder):
             self._skip(folder, "its writing did not come to its end")
-        for checkpoint in list_checkpoints(self._folder):
+        checkpoints = list_checkpoints(self._folder)
+        if self._take_memory(checkpoints[0].lineage if checkpoints else (0, 0)):
+            return
+        for checkpoint in checkpoints:
             try:
                 if checkpoint_parameters(checkpoint) != self.parameters:
                     raise ValueError("it is of another model")
@@ -74,15 +85,49 @@ class StateKeeper:
                     raise ValueError("it is of a history of this run that was given up")
                 held = load_checkpoint(checkpoint, self.slots)
                 self.hold(held)
-                (view_epoch, number), ledger = held.ref.lineage, held.ledger
-                self._services.say(
-                    f"run {self._run!r} goes on from the checkpoint of view {view_epoch} round {number}, "
-                    f"epoch {min(ledger.epoch + 1, ledger.epochs)} of {ledger.epochs}"
-                )
+                self._say_from("the checkpoint", held)
             except ValueError as error:
                 self._skip(checkpoint.folder, str(error))
                 continue
             return
+
+    def _take_memory(self, than: Lineage) -> bool:
+        """What a killed agent of this home left in memory, if it is newer ``than`` that."""
+        left = self._services.memory.left
+        found = newest_record(left, self._run)
+        taken = False
+        if found is not None and self.slots is not None:
+            folder, record = found
+            try:
+                if record.lineage <= than:
+                    raise ValueError("a checkpoint is as new")
+                if not run_files.belongs(self._promises, record.history, record.lineage):
+                    raise ValueError("it is of a history of this run that was given up")
+                held = take_state(folder, record, self.slots)
+                self.hold(held)
+                self._say_from("what its killed agent left in memory,", held)
+                taken = True
+            except (ValueError, OSError, UserError) as error:
+                self._services.journal.event("memory_skipped", path=str(folder), reason=str(error))
+        for folder in left:
+            remove_leftover(folder, self._run)
+        return taken
+
+    def _say_from(self, source: str, held: Held) -> None:
+        (view_epoch, number), ledger = held.ref.lineage, held.ledger
+        self._services.say(
+            f"run {self._run!r} goes on from {source} of view {view_epoch} round {number}, "
+            f"epoch {min(ledger.epoch + 1, ledger.epochs)} of {ledger.epochs}"
+        )
+        self._services.journal.event(
+            "state_found", lineage=[view_epoch, number], memory=not source.endswith("checkpoint")
+        )
+
+    def _record(self) -> None:
+        """Say in memory which slot is current, in case this agent is killed."""
+        if self.current is not None and self.current.ref.lineage > (0, 0):
+            with contextlib.suppress(OSError):  # then a checkpoint has to do
+                write_record(self._run, self.history, self.current)
 
     def _skip(self, folder: Path, reason: str) -> None:
         self._services.say(f"checkpoint {folder} is skipped: {reason}")
@@ -98,6 +143,7 @@ class StateKeeper:
         if held.slot == self._scratch:
             self._scratch = None  # the next candidate gets another slot
         self.current = held
+        self._record()
         self.remember(held)
 
     def remember(self, held: Held) -> None:
@@ -133,6 +179,7 @@ class StateKeeper:
     def discard(self) -> None:
         """The run is over in this agent's memory; what is on disk stays."""
         if self.slots is not None:
+            drop_record(self.slots.folder, self._run)
             self.slots.discard()
         self._recent.clear()
 
@@ -197,6 +244,7 @@ class StateKeeper:
         held = self.named(self._recent[ref.digest], ref)
         self._recent[ref.digest] = held
         self.current = held
+        self._record()
         return held
 
     def take_scratch(self) -> Path:

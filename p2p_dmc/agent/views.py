@@ -105,7 +105,7 @@ class Views:
         old_training, old_view = run.training, run.view
         old_work = old_training.work if old_training is not None else None
         self.end()
-        run.view = view
+        run.view, run.keeper.history = view, view.history
         run.values.view_changed(view)
         report_view(run, view)
         with contextlib.suppress(OSError):  # a full disk: others know the settings, too
