@@ -166,6 +166,14 @@ class TestInstalledElsewhere:
         cluster.do("a", cluster["a"].receive(others, cluster.now))
         assert cluster["a"].left_out
 
+    def test_and_then_no_late_word_of_that_attempt_lets_it_in_again(self) -> None:
+        cluster, word = self.frozen()
+        others = replace(word, candidates=("b", "c"), voters=("b", "c"))
+        cluster.do("a", cluster["a"].receive(others, cluster.now))
+        late = replace(word, sender=member("c"), installed=False)
+        ready = cluster.do("a", cluster["a"].receive(late, cluster.now))
+        assert cluster["a"].left_out and told(ready) == [("c", "Surpassed")]
+
     def test_one_with_this_peer_that_it_never_spoke_for_too(self) -> None:
         cluster, word = self.frozen()
         cluster.do("a", cluster["a"].receive(replace(word, n=7), cluster.now))

@@ -315,6 +315,8 @@ class TestOpening:
         answer = last_word(cluster.do("c", cluster["c"].receive(words[1], cluster.now)))
         ready = cluster.do("a", cluster["a"].receive(answer, cluster.now))
         assert ready.trace == ("installed view 2 a+b teaching c from (1, 1)",)
+        cluster = Cluster("a")
+        assert cluster["a"].found(("a",), 0).trace[-1] == "installed view 1 a from (0, 0)"
 
 
 class TestAdvancing:
@@ -504,10 +506,17 @@ class TestInstalling:
         assert last_word(cluster["a"].at_barrier(cluster.now)).known == base
 
     def test_what_was_said_with_incarnations_unheard_of_is_said_right(self) -> None:
+        """a hears from b that c votes too before it hears from c."""
         cluster = Cluster("abc")
-        cluster.found()
-        said = [ref.members for ref in cluster["a"].promises.pending if len(ref.members) == 3]
-        assert said == [(member("a"), member("b"), member("c"))]
+        first = last_word(cluster["a"].found(("a", "b", "c"), cluster.now))
+        of_b = last_word(cluster["b"].receive(first, cluster.now))
+        of_c = last_word(cluster["c"].receive(of_b, cluster.now))
+        cluster["a"].receive(last_word(cluster["b"].receive(of_c, cluster.now)), cluster.now)
+        assert member("c", 0) in cluster["a"].promises.pending[-1].members
+        ready = cluster["a"].receive(of_c, cluster.now)
+        assert ready.installed is not None
+        said = [ref for ref in cluster["a"].promises.pending if ref.peers == ("a", "b", "c")]
+        assert said == [ready.installed.ref]
 
     def test_other_sets_and_other_numbers_stay_promised(self) -> None:
         cluster = Cluster("abcd").run("abcd")
@@ -523,6 +532,25 @@ class TestInstalling:
         cluster.standing("abc")
         said = [(ref.view_epoch, "".join(ref.peers)) for ref in cluster["a"].promises.pending]
         assert said[-3:] == [(2, "abcd"), (3, "abc"), (3, "abcd")]
+        for name in "abc":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        said = [(ref.view_epoch, "".join(ref.peers)) for ref in cluster["a"].promises.pending]
+        assert said[-3:] == [(3, "abc"), (3, "abcd"), (4, "abc")]
+
+    def test_who_was_evicted_in_vain_is_not_named(self) -> None:
+        """b is back before all that are waited for are given up: the history goes on."""
+        cluster = refused()
+        history = cluster["c"].history
+        for name in "cd":
+            cluster.do(name, cluster[name].evict("a", cluster.now))
+        cluster.down.discard("b")
+        for name in "cd":
+            cluster.verdict("b", REACHABLE, by=name)
+        cluster.verdict("a", UNREACHABLE, by="b")
+        cluster.wait(STUCK_MS)
+        view = cluster.standing("bcd")
+        assert (view.history, view.parent, view.evicted) == (history, b"", ())
 
     def test_a_new_history_begins_without_promises(self) -> None:
         cluster = Cluster("abcd", Quorum.ANY).run("abcd")
