@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 class Rounds:
     """Every step ends in a complete round."""
 
-    history: bytes = b"h" * 16
+    histories: tuple[bytes, ...] = (b"h" * 16,)
     lineage: tuple[int, int] | None = None
     steps: int = 0
 

@@ -25,8 +25,8 @@ class Progress(Protocol):
     """What the keeper asks of a trainer's rounds."""
 
     @property
-    def history(self) -> bytes:
-        """Of the run; empty before the first view."""
+    def histories(self) -> tuple[bytes, ...]:
+        """The run's, and those that it took the place of; none before the first view."""
 
     @property
     def lineage(self) -> tuple[int, int] | None:
@@ -69,7 +69,8 @@ class InnerKeeper:
             kept = inner_state.read(self._folder)
             if kept is None:
                 return
-            reason = inner_state.mismatch(kept, self._inner, self._named, self._rounds.history.hex())
+            histories = [history.hex() for history in self._rounds.histories]
+            reason = inner_state.mismatch(kept, self._inner, self._named, histories)
             if not reason:
                 inner_state.restore(kept, self._inner, self._named)
                 forget_nonfinite(self._inner.state)
@@ -127,9 +128,10 @@ class InnerKeeper:
         """The state as it stands, in the optimizer's own memory; None when there is none, or it cannot be kept."""
         lineage = self._rounds.lineage
         assert lineage is not None
+        history = self._rounds.histories[0].hex()
         try:
             state = inner_state.take(
-                self._inner, self._named, self._began, self._rounds.history.hex(), lineage, self._rounds.steps
+                self._inner, self._named, self._began, history, lineage, self._rounds.steps
             )
         except UnkeepableError as error:
             self._refused = True

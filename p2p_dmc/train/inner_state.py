@@ -173,9 +173,12 @@ def read(folder: Path) -> InnerState | None:
     return _from_json(meta, load(data))
 
 
-def mismatch(state: InnerState, inner: torch.optim.Optimizer, named: Named, history: str) -> str:
-    """Why this optimizer cannot go on from that state, in words; "" when it can."""
-    if state.history != history:
+def mismatch(state: InnerState, inner: torch.optim.Optimizer, named: Named, histories: Sequence[str]) -> str:
+    """Why this optimizer cannot go on from that state, in words; "" when it can.
+
+    ``histories``: the run's, and those that it took the place of.
+    """
+    if state.history not in histories:
         return "it is of another founding of this run"
     if state.optimizer != class_name(inner):
         return f"it is of {state.optimizer}, and the script uses {class_name(inner)}"

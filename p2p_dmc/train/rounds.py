@@ -68,9 +68,9 @@ class Rounds:
         return self._flat is not None
 
     @property
-    def history(self) -> bytes:
-        """Of the run; empty before the first view."""
-        return self.view.history if self.view is not None else b""
+    def histories(self) -> tuple[bytes, ...]:
+        """The run's, and those that it took the place of; none before the first view."""
+        return (self.view.history, *self.view.replaced) if self.view is not None else ()
 
     def start(self, ready: tm.RunReady, flat: state.FlatParameters, inner: torch.optim.Optimizer) -> None:
         """Say RunReady and wait for the first view, whose anchor becomes the parameters (or for the run's

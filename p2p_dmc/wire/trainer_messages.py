@@ -212,6 +212,7 @@ class ViewStarted:
     view_epoch: int
     view_id: bytes
     history: bytes
+    replaced: tuple[bytes, ...]  # histories that this one took the place of
     rank: int
     world: int
     next_round: int

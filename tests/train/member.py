@@ -20,6 +20,7 @@ def view(epoch: int, rank: int, world: int, timeout_ms: int) -> tm.ViewStarted:
         view_epoch=epoch,
         view_id=b"view%d" % epoch,
         history=b"",
+        replaced=(),
         rank=rank,
         world=world,
         next_round=1,

@@ -46,6 +46,7 @@ class ScriptedAgent:
         self.home = folder
         self.checkpoint_every_s = 60.0
         self.history = b"history of 16 by"
+        self.replaced: tuple[bytes, ...] = ()
         self.view_epoch = 0
         self.round = 1
         self.parameters: tuple[tm.ParameterSpec, ...] = ()
@@ -168,6 +169,7 @@ class ScriptedAgent:
                 view_epoch=self.view_epoch,
                 view_id=b"view%d" % self.view_epoch,
                 history=self.history,
+                replaced=self.replaced,
                 rank=0,
                 world=world,
                 next_round=self.round,

@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 @dataclass
 class FakeRounds:
-    history: bytes = b"h" * 16
+    histories: tuple[bytes, ...] = (b"h" * 16,)
     lineage: tuple[int, int] | None = None
     steps: int = 0
 
@@ -220,6 +220,20 @@ def test_restored_and_told_so(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "state of SGD (momentum and the like) restored from view 2 round 7" in capfd.readouterr().err
 
 
+def test_restored_under_the_history_that_took_its_place(tmp_path: Path) -> None:
+    first = Trainer(tmp_path)
+    first.step((2, 7))
+    first.keeper.close()
+    second = Trainer(tmp_path)
+    second.rounds.histories = (b"i" * 16, b"h" * 16)
+    second.keeper.restore()
+    assert second.momentum == first.momentum
+    second.step((3, 8))
+    second.keeper.close()
+    state = second.on_disk()
+    assert state is not None and state.history == (b"i" * 16).hex()
+
+
 @pytest.mark.parametrize("what", ["another optimizer", "damage", "another history", "raises", "no number"])
 def test_what_is_not_restored_is_one_line_and_nothing_else(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], what: str
@@ -234,7 +248,7 @@ def test_what_is_not_restored_is_one_line_and_nothing_else(
         data = (tmp_path / inner_state.TENSORS).read_bytes()
         (tmp_path / inner_state.TENSORS).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     if what == "another history":
-        second.rounds.history = b"i" * 16
+        second.rounds.histories = (b"i" * 16,)
     if what == "raises":
 
         def refuse(state: Any) -> None:
@@ -330,7 +344,7 @@ def second_start(first: ScriptedAgent, folder: Path) -> ScriptedAgent:
     """An agent of the same home."""
     folder.mkdir()
     agent = ScriptedAgent(folder)
-    agent.home, agent.history = first.home, first.history
+    agent.home, agent.history, agent.replaced = first.home, b"the one after it", (first.history,)
     return agent
 
 

@@ -112,7 +112,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str) -> 
     again.load_state_dict(through.state_dict())
     restored = OPTIMIZERS[name](again.parameters())
     state = read(tmp_path)
-    assert inner_state.mismatch(state, restored, named(again), HISTORY) == ""
+    assert inner_state.mismatch(state, restored, named(again), [HISTORY]) == ""
     inner_state.restore(state, restored, named(again))
     train(through, inner, range(5, 9))
     train(again, restored, range(5, 9))
@@ -231,11 +231,12 @@ def test_why_a_state_does_not_fit(tmp_path: Path) -> None:
     inner = OPTIMIZERS["AdamW"](model.parameters())
 
     def why(**changes: Any) -> str:
-        said = {"inner": inner, "named": named(model), "history": HISTORY} | changes
+        said = {"inner": inner, "named": named(model), "histories": [HISTORY]} | changes
         return inner_state.mismatch(state, **said)
 
     assert why() == ""
-    assert why(history="00" * 16) == "it is of another founding of this run"
+    assert why(histories=["00" * 16]) == "it is of another founding of this run"
+    assert why(histories=["00" * 16, HISTORY]) == "", "whose place this one took"
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert why(inner=sgd) == "it is of torch.optim.adamw.AdamW, and the script uses torch.optim.sgd.SGD"
     wider = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
