@@ -25,7 +25,7 @@ from p2p_dmc.agent.checkpoints import (
     verify_checkpoint,
 )
 from p2p_dmc.agent.home import Home, sync_folder
-from p2p_dmc.agent.run_files import load_run
+from p2p_dmc.agent.run_files import load_record, load_run
 from p2p_dmc.config import format_size
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.narrator import plural, printable
@@ -277,11 +277,20 @@ def _inner(folder: Path, source: Source) -> InnerState:
             f"this peer has no optimizer state of run {folder.name!r}: the script's optimizer keeps none, or it was "
             "not written yet; leave out --with-optimizer, or try again in a minute"
         )
-    if source.history not in ("", state.history):
+    if source.history and not _is_one_run(folder, source.history, state.history):
         raise UserError(
             f"{folder / inner_state.TENSORS} is of another founding of run {folder.name!r}; leave out --with-optimizer"
         )
     return state
+
+
+def _is_one_run(folder: Path, one: str, two: str) -> bool:
+    """Whether these histories, hexadecimal, are the same, or one took the other's place."""
+    record = load_record(folder) if one != two else None
+    if record is None:
+        return one == two
+    known = {record.promises.history.hex(), *(r.history.hex() for r in record.promises.replaced)}
+    return {one, two} <= known
 
 
 # -- where to -----------------------------------------------------------------------------------------------------

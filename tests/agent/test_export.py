@@ -20,7 +20,7 @@ from p2p_dmc.agent.checkpoints import write_checkpoint, write_model
 from p2p_dmc.agent.state import Held, SlotPool, file_digest, state_digest
 from p2p_dmc.cli import main
 from p2p_dmc.core import adacomm
-from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.agreement_messages import Promises, Replaced, StateRef
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.train import inner_state
 from p2p_dmc.train.state import FlatParameters, open_slot
@@ -344,6 +344,12 @@ def test_an_optimizers_state_that_is_no_use(peer: Peer, tmp_path: Path) -> None:
     peer.keep_inner(history=b"i" * 16)
     line = peer.refused("--with-optimizer", tmp_path / "m.pt")
     assert "is of another founding of run 'train'; leave out --with-optimizer" in line
+    replaced = (Replaced(history=HISTORY, lineage=(3, 9)),)
+    promises = Promises(history=b"i" * 16, replaced=replaced)
+    run_files.save_record(peer.folder, run_files.RunRecord(promises=promises, closed=False, boot=1))
+    assert peer.facts("--with-optimizer", tmp_path / "m.pt")["optimizer"], "the one took the other's place"
+    (tmp_path / "m.pt").unlink()
+    (tmp_path / "m.optimizer.pt").unlink()
     peer.keep_inner()
     damage(peer.folder / inner_state.TENSORS)
     line = peer.refused("--with-optimizer", tmp_path / "m.pt")

@@ -170,9 +170,9 @@ def test_the_loss_is_summed_over_samples(agent: ScriptedAgent) -> None:
         one.run()
 
 
-@pytest.mark.parametrize("local", list(tm.Local))
+@pytest.mark.parametrize("local", [local for local in tm.Local if local is not tm.Local.LEARN])
 def test_a_view_at_the_barrier(agent: ScriptedAgent, local: tm.Local) -> None:
-    """What each kind of view leaves of local parameters, samples and leases."""
+    """What each kind of view to train in leaves of local parameters, samples and leases."""
     second: list[tm.RoundReady] = []
 
     def script(agent: ScriptedAgent) -> None:
