@@ -346,6 +346,23 @@ def stop(seed: str | None, run: str, home: Path, as_json: bool) -> None:
     reports.stop(seed, home, run, as_json)
 
 
+@main.command(short_help="Go on without a peer that is gone for good.")
+@click.argument("peer")
+@click.option("--run", default="", metavar="NAME", help="Which run, when several are under way.")
+@click.option("--yes", is_flag=True, help="Do not ask whether that is meant.")
+@HOME
+@JSON
+def evict(peer: str, run: str, yes: bool, home: Path, as_json: bool) -> None:
+    """Say that PEER is gone for good: those who wait for it go on with fewer.
+
+    PEER is a name or the start of an id, as `status` shows whom a run waits for; all of them have to be evicted, each
+    once, at any peer that waits. What only PEER has trained is lost. If it comes back it joins as a newcomer does.
+    """
+    from p2p_dmc.observe import reports
+
+    reports.evict(peer, home, run, as_json, yes)
+
+
 @main.command()
 @click.argument("what", type=click.Choice(["list", "verify"]), default="list")
 @click.option("--run", default="", metavar="NAME", help="Of this run only.")

@@ -130,7 +130,7 @@ def write_checkpoint(
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _drop_oldest(runs_folder, final, keep)
+    _drop_oldest(runs_folder, final, keep, history)
     return final
 
 
@@ -149,9 +149,17 @@ def _clear_leftovers(runs_folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _drop_oldest(runs_folder: Path, final: Path, keep: int) -> None:
-    """Keep the newest; what cannot be read is kept no longer than what is whole beside it."""
+def _drop_oldest(runs_folder: Path, final: Path, keep: int, history: bytes) -> None:
+    """Keep the newest; what cannot be read is kept no longer than what is whole beside it.
+
+    What is newer than the one just written and of another history was given up with that.
+    """
     found = list_checkpoints(runs_folder)
+    latest = next(c.lineage for c in found if c.folder == final)
+    for given_up in [c for c in found if c.lineage > latest and c.meta.get("history", "") != history.hex()]:
+        if not given_up.problem:
+            _remove(given_up.folder)
+            found.remove(given_up)
     others = [c for c in found if c.folder != final and not c.problem][: keep - 1]
     oldest = min([c.lineage for c in found if c.folder == final] + [c.lineage for c in others])
     kept = {
@@ -160,9 +168,14 @@ def _drop_oldest(runs_folder: Path, final: Path, keep: int) -> None:
         *(c.folder for c in found if c.problem and c.lineage > oldest),
     }
     for old in [c.folder for c in found if c.folder not in kept]:
-        gone = old.with_name(f".{old.name}.gone.tmp")
-        os.replace(old, gone)  # nobody finds it half there
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Nobody finds it half there."""
+    gone = folder.with_name(f".{folder.name}.gone.tmp")
+    os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _sync_file(path: Path) -> None:
@@ -232,6 +245,18 @@ def load_checkpoint(checkpoint: CheckpointRef, slots: SlotPool) -> Held:
 def verify_checkpoint(checkpoint: CheckpointRef) -> Ledger:
     """Read all of it, a tensor at a time, and verify every digest; ValueError saying what is wrong with it."""
     return _read(checkpoint, Path(), None, None).ledger
+
+
+def closed_is_whole(runs_folder: Path) -> bool:
+    """Whether the newest checkpoint is the one that the run was closed with, and whole."""
+    newest = list_checkpoints(runs_folder)[:1]
+    if not newest or newest[0].meta.get("closed") is not True:
+        return False
+    try:
+        verify_checkpoint(newest[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _read(

@@ -1,11 +1,12 @@
-"""What a client may ask an agent: status, placement, leave, stop, leave-run (DESIGN.md section 11)."""
+"""What a client may ask an agent: status, placement, leave, stop, evict, leave-run (DESIGN.md section 11)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from p2p_dmc.agent.evicting import evict
 from p2p_dmc.agent.presence import storing
 from p2p_dmc.agent.waiting import waiting
 from p2p_dmc.core.membership import MemberState, Role
@@ -25,7 +26,7 @@ REASON_CHARACTERS = 10_000
 
 
 class Requests:
-    """Answers clients: whoever can reach this peer may look, stop a run, or ask a peer to leave."""
+    """Answers clients: whoever can reach this peer may look, stop a run, ask a peer to leave, or evict one."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -50,6 +51,8 @@ class Requests:
             return self.placement(request.arguments)
         if request.command == "stop":
             return self.stop(first)
+        if request.command in ("evict", "evict?"):
+            return evict(self, self._agent, request.arguments, ask_only=request.command == "evict?")
         if request.command == "leave":
             return self._leave(first)
         if request.command == "leave-run" and local:
@@ -76,6 +79,7 @@ class Requests:
             "peer_id": record.peer_id,
             "name": record.name,
             "address": record.address,
+            "bulk_address": record.bulk_address,
             "role": "train" if trains else "store",
             "state": record.state.name,
             "boot": record.boot,
@@ -191,14 +195,19 @@ class Requests:
         names = {r.peer_id: r.name for r in agent.members()}
         return {"datasets": sets, "without": sorted(gone), "names": names}
 
-    def peer(self, text: str) -> str:
-        """The peer_id that a person means by an id, the start of one, a name or an address; UserError."""
+    def peer(self, text: str, remembered: Mapping[str, str] | None = None) -> str:
+        """The peer_id that a person means by an id, the start of one, a name or an address; UserError.
+
+        ``remembered``: names by peer_id of more peers than can be seen now.
+        """
         members = self._agent.members()
         address = normalise_address(text) if text.startswith("tcp://") else ""
-        found = [r.peer_id for r in members if text and (r.name == text or r.address == address)]
-        found = found or [r.peer_id for r in members if text and r.peer_id.startswith(text)]
+        names = dict(remembered or {}) | {r.peer_id: r.name for r in members}
+        at = {r.peer_id for r in members if address and r.address == address}
+        found = [p for p, name in names.items() if text and (name == text or p in at)]
+        found = found or [p for p in names if text and p.startswith(text)]
         if len(found) != 1:
-            known = ", ".join(f"{r.name} {r.peer_id[:8]}" for r in members)
+            known = ", ".join(f"{name} {p[:8]}" for p, name in names.items())
             kind = "no" if not found else "the name of more than one"
             raise UserError(f"{text!r} is {kind} peer; give a name or the start of an id: {known}")
         return found[0]

@@ -34,7 +34,7 @@ class Rivals:
             return
         run.services.meta_changed()  # the other side decides by what this one has committed by now
         if step.yield_to:
-            run.give_up_history()
+            run.give_up_history(step)
         elif step.waiting and (self._said_s is None or now_s - self._said_s > REMIND_AFTER_S):
             self._said_s = now_s
             run.services.say(step.waiting)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from p2p_dmc.agent.checkpoints import closed_is_whole
 from p2p_dmc.agent.home import write_json
 from p2p_dmc.core.adacomm import TauPolicy
-from p2p_dmc.core.agreement_messages import MemberId, Promises, ViewRef
+from p2p_dmc.core.agreement_messages import Lineage, MemberId, Promises, Replaced, ViewRef
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
@@ -64,6 +65,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
             "base": _view_to_json(promises.base),
             "known": _view_to_json(promises.known),
             "pending": [_view_to_json(v) for v in promises.pending],
+            "replaced": [[r.history.hex(), list(r.lineage)] for r in promises.replaced],
             "closed": record.closed,
             "boot": record.boot,
         },
@@ -86,12 +88,29 @@ def load_record(folder: Path) -> RunRecord | None:
             base=_view_from_json(data["base"]),
             known=_view_from_json(data["known"]),
             pending=pending,
+            replaced=tuple(
+                Replaced(history=bytes.fromhex(h), lineage=(int(at[0]), int(at[1])))
+                for h, at in data.get("replaced", ())
+            ),
         )
         return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))
     except (ValueError, KeyError, TypeError, IndexError, OSError):
         raise UserError(
             f"{path} is damaged; use another --home, or delete the file to join as a new peer"
         ) from None
+
+
+def own_record(folder: Path) -> RunRecord | None:
+    """`load_record`; closed only while the state that it was closed with is whole: without it this peer forgot it."""
+    record = load_record(folder)
+    return replace(record, closed=record.closed and closed_is_whole(folder)) if record is not None else None
+
+
+def belongs(promises: Promises, history: bytes, lineage: Lineage) -> bool:
+    """Whether a state of this history is one of the history that this peer is in: not one that was given up."""
+    if history == promises.history:
+        return True
+    return any(r.history == history and lineage <= r.lineage for r in promises.replaced)
 
 
 def boot_for(record: RunRecord | None, boot: int, another: Callable[[], int]) -> int:
@@ -117,6 +136,12 @@ def load_run(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def load_names(folder: Path) -> dict[str, str]:
+    """What the peers of the run's views are called, by peer id."""
+    names = load_run(folder).get("names", {})
+    return {str(peer_id): str(name) for peer_id, name in names.items()} if isinstance(names, dict) else {}
 
 
 def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:

@@ -82,6 +82,11 @@ class Agreement(AgreementMachine):
             return ()
         return tuple(member.peer_id for member in self.view.voters if self._lost(member))
 
+    @property
+    def evicted(self) -> tuple[str, ...]:
+        """Those of whom an operator said, since the last view, that they are gone for good; sorted."""
+        return tuple(sorted(self._evicted))
+
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` has something to do."""
         deadlines = [now_ms + IDLE_MS]
@@ -95,6 +100,8 @@ class Agreement(AgreementMachine):
             ]
         elif not self.frozen and self._cause() is not None:
             deadlines.append(max(self._not_before_ms, self._cause_resend_ms))
+        if self.view is not None and self.behind and self.me in self.view.voters:
+            deadlines.append(self._word_resend_ms)
         return max(now_ms + 1, min(deadlines))
 
     # -- events ----------------------------------------------------------------------------------

@@ -205,14 +205,9 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
     """The head, one line per round from the start to it, and where the chain of views is broken.
 
     A view starts from a lineage that its members agreed on: rounds of earlier views beyond that are not in
-    history.
+    history. One that begins a history in another's place starts from a lineage of that other one.
     """
-    views = _views_that_count(journals, history)
-    completed: dict[Lineage, Line] = {}
-    for journal in journals:
-        for line in journal.rounds:
-            if line["history"] == history:
-                completed.setdefault((line["view_epoch"], line["round"]), line)
+    views, completed = _views_that_count(journals, history), _completed(journals, history)
     if not completed:
         return START, [], []
     newest = max(views)
@@ -234,8 +229,20 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
         if not begins < at:
             faults.append(f"view {at[0]} starts from {begins}, which does not come before it")
             break
+        if parent := views[at[0]].get("parent"):
+            views, completed = _views_that_count(journals, parent), _completed(journals, parent)
         at = begins
     return head, rounds[::-1], faults
+
+
+def _completed(journals: Sequence[PeerJournal], history: str) -> dict[Lineage, Line]:
+    """One line per round of this history that anybody completed."""
+    completed: dict[Lineage, Line] = {}
+    for journal in journals:
+        for line in journal.rounds:
+            if line["history"] == history:
+                completed.setdefault((line["view_epoch"], line["round"]), line)
+    return completed
 
 
 def _views_that_count(journals: Sequence[PeerJournal], history: str) -> dict[int, Line]:

@@ -103,7 +103,16 @@ class Narrator:
         return [f"{self.name(line['peer_id'])} is refused ({short(line['reason'])})"]
 
     def _history_given_up(self, line: Line) -> list[str]:
+        if line["replaced"]:
+            view_epoch, number = line["lineage"] or (0, 0)
+            return [
+                "the others went on without this peer, which was evicted or gone: what only it has trained, up to "
+                f"view {view_epoch} round {number}, is given up, and it joins them as a newcomer"
+            ]
         return ["others have trained this run already: this peer gives up its own start and joins theirs"]
+
+    def _evicted(self, line: Line) -> list[str]:
+        return [f"{self.name(line['peer_id'])} is evicted: the run goes on without it, under a new history"]
 
     def _stop_asked(self, line: Line) -> list[str]:
         return [f"run {line['run']!r} is asked to stop ({short(line['reason'])})"]

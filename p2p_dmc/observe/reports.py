@@ -1,4 +1,4 @@
-"""status, placement, leave, stop: what another process asks an agent, and how a person sees the answer."""
+"""status, placement, leave, stop, evict: what another process asks an agent, and how a person sees the answer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ LOOK_EVERY_S = 0.2
 PATIENCE_S = 2.0
 STOP_WAIT_S = 300.0
 """A run stops at the end of its round, which slow machines may take minutes for."""
+EVICT_WAIT_S = 30.0
+"""The others of a run agree within a few round trips, once silence has been noticed everywhere."""
 LEAVE_WAIT_S = 60.0
 """Ending trainers and handing over shards are bounded by less."""
 MOST_HOPS = 3
@@ -56,14 +58,14 @@ class Asked:
             return ask_local(self.endpoint, command, arguments, timeout_s=timeout_s)
         return ask(self.addresses, command, arguments, timeout_s=timeout_s)
 
-    def follow(self, command: str, argument: str, resolved: str) -> tuple[Asked, Facts]:
-        """Ask, and ask whom the answer names instead (then by the fact ``resolved``); who answered, and what."""
-        asked, facts = self, self.ask(command, argument)
+    def follow(self, command: str, *arguments: str, by: tuple[str, ...]) -> tuple[Asked, Facts]:
+        """Ask, and ask whom the answer names instead (then with the facts ``by``); who answered, and what."""
+        asked, facts = self, self.ask(command, *arguments)
         for _ in range(MOST_HOPS):
             if "ask" not in facts:
                 return asked, facts
             asked = Asked(addresses=(str(facts["ask"]),))
-            facts = asked.ask(command, str(facts[resolved]))
+            facts = asked.ask(command, *(str(facts[key]) for key in by))
         raise UserError(
             f"the peers pass the question on and on, last to {asked.addresses[0]}; ask again in a moment"
         )
@@ -237,7 +239,7 @@ def _render_moves(moves: list[Facts], names: dict[str, str], terminal: Terminal)
 
 def stop(seed: str | None, home: Path, run: str, as_json: bool) -> None:
     """`dmc-peer stop`: ask, and wait until the run is over."""
-    asked, facts = Asked.at(seed, home).follow("stop", run, "run")
+    asked, facts = Asked.at(seed, home).follow("stop", run, by=("run",))
     name = str(facts["run"])
     last: Facts = {}
 
@@ -301,7 +303,7 @@ def leave(peer: str | None, home: Path, as_json: bool) -> None:
     """`dmc-peer leave`: ask, and wait until the peer has left."""
     seed = peer if peer and peer.startswith("tcp://") and Home(home).running_agent() is None else None
     asked = Asked.at(seed, home)
-    leaving, facts = asked.follow("leave", "" if seed else peer or "", "peer_id")
+    leaving, facts = asked.follow("leave", "" if seed else peer or "", by=("peer_id",))
 
     def left() -> bool | None:
         if leaving == asked:
@@ -317,6 +319,48 @@ def leave(peer: str | None, home: Path, as_json: bool) -> None:
         print(json.dumps({"peer_id": facts["peer_id"], "name": facts["name"], "state": "LEFT"}))
     else:
         print(printable(f"{name} has left"))
+
+
+def evict(peer: str, home: Path, run: str, as_json: bool, yes: bool) -> None:
+    """`dmc-peer evict`: ask, and wait until the run goes on, or say for whom it still waits."""
+    asked, facts = Asked.at(None, home).follow("evict?", peer, run, by=("peer", "run"))
+    name, called = facts["run"], facts["name"]
+    if not yes:
+        _confirm(
+            f"run {name!r} goes on without {called}. What only it has trained is lost, and should it still run "
+            "somewhere, it has to give that up"
+        )
+    facts = asked.ask("evict", facts["peer_id"], name)
+
+    def goes_on() -> Facts | None:
+        now = _run_of(asked.ask("status", timeout_s=PATIENCE_S), name)
+        return now if now is None or now["history"] not in (None, facts["history"]) else None
+
+    after = None
+    if not facts["waits_for"]:
+        after = _wait(goes_on, EVICT_WAIT_S, f"the peers of run {name!r} agree to go on without {called}")
+    told = {k: facts[k] for k in ("run", "peer_id", "name", "waits_for")}
+    if as_json:
+        print(json.dumps(told | {"parent": facts["history"], "history": after["history"] if after else None}))
+    elif facts["waits_for"]:
+        print(printable(f"{called} is evicted; run {name!r} still waits for {', '.join(facts['waits_for'])}"))
+    elif after is not None:
+        print(
+            printable(
+                f"{called} is evicted; run {name!r} goes on with {plural(len(after['members']), 'peer')}"
+            )
+        )
+    if not facts["waits_for"] and after is None:
+        raise UserError(f"{called} is evicted, and run {name!r} does not go on yet; see `dmc-peer status`")
+
+
+def _confirm(what: str) -> None:
+    """UserError unless a person at the terminal says yes."""
+    if not sys.stdin.isatty():
+        raise UserError(f"{what}; say --yes if that is meant")
+    print(printable(f"{what}.\nGo on? [y/N] "), end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError("nobody was evicted")
 
 
 def _gone(asked: Asked, home: Path) -> bool:

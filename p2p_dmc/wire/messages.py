@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from p2p_dmc.core import agreement_messages, membership
-from p2p_dmc.core.agreement_messages import NUMBER_MAX
+from p2p_dmc.core.agreement_messages import DIGEST_BYTES, NUMBER_MAX
 from p2p_dmc.core.placement import MAX_WEIGHT
 from p2p_dmc.core.quorum import Quorum
 from p2p_dmc.errors import RemoteProtocolError
@@ -36,6 +36,8 @@ MEMBERSHIP_MESSAGES = (
     membership.Gossip,
     membership.PushPull,
 )
+REPLACED_TOLD = 4
+"""Of the histories that a run's one took the place of: what everybody is told is to stay small."""
 QUORUMS = ("", *(quorum.name.lower() for quorum in Quorum))  # "": not settled yet
 AGREEMENT_MESSAGES = (
     agreement_messages.Propose,
@@ -63,10 +65,15 @@ class RunMeta:
     quorum: str  # the run's, for peers whose command names none; "" before it is settled
     backend: str
     on_lost: str
+    replaced: tuple[
+        bytes, ...
+    ] = ()  # histories that this one took the place of: whoever is in one gives it up
 
     def __post_init__(self) -> None:
         if not 0 <= self.boot <= NUMBER_MAX or self.quorum not in QUORUMS:
             raise ValueError(f"boot {self.boot} or quorum {self.quorum[:20]!r} of a run")
+        if len(self.replaced) > REPLACED_TOLD or any(len(h) != DIGEST_BYTES for h in self.replaced):
+            raise ValueError(f"{len(self.replaced)} replaced histories, or one that is none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from p2p_dmc.agent.adoption import HEAD, Adoption, AdoptionFailedError
 from p2p_dmc.agent.bulk import BulkClient, BulkServer, SourceLostError
 from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.agreement_messages import Promises, StateRef
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkReply, BulkRequest, ClientRequest
 from tests.agent.helpers import state, surroundings
@@ -265,7 +265,7 @@ class World:
         self.donors: list[Donor] = []
         self.addresses: list[str] = []
         for around in self.arounds:
-            keeper = StateKeeper("r", root / f"run{len(self.donors)}", around.services)
+            keeper = StateKeeper("r", root / f"run{len(self.donors)}", around.services, Promises())
             keeper.slots = SlotPool(around.services.memory, 5000)
             held = state(keeper.slots, (2, 3), value=7.0)
             keeper.hold(held)
@@ -429,7 +429,7 @@ def test_giving_up_in_the_middle_gives_the_slot_back(tmp_path: Path) -> None:
 
 def test_two_views_that_want_the_same_state_at_once_hold_it_once(tmp_path: Path) -> None:
     async def work(w: World) -> None:
-        keeper = StateKeeper("r", tmp_path / "mine", w.wanting.services)
+        keeper = StateKeeper("r", tmp_path / "mine", w.wanting.services, Promises())
         keeper.slots = w.slots
         one, two = await asyncio.gather(
             *(keeper.adopt(w.ref, lambda: w.addresses, give_up_s=20.0) for _ in range(2))

@@ -281,6 +281,14 @@ def test_damaged_ones_take_no_place_of_whole_ones(tmp_path: Path, held: Held) ->
     assert lineages(tmp_path) == [(1, 6), (1, 5), (1, 4)], "older than all that are kept"
 
 
+def test_what_was_given_up_goes_with_the_first_one_of_the_new_history(tmp_path: Path, held: Held) -> None:
+    """A newer number says nothing then; what is older of another history may be where the new one began."""
+    for i in (1, 7, 8, 9):
+        write(tmp_path, at(held, 2, i), keep=9)
+    write_checkpoint(tmp_path, at(held, 2, 8), PARAMETERS, b"n" * 16, False, 2)
+    assert lineages(tmp_path) == [(2, 8), (2, 7)]
+
+
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 CRASH = """

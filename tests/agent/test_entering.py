@@ -183,3 +183,33 @@ def test_others_are_the_living_that_speak_of_this_run(tmp_path: Path) -> None:
     ]
     assert [o.peer_id for o in others(around.services, "r")] == [peer(1), peer(2)]
     assert [o.peer_id for o in others(around.services, "q")] == [peer(1), peer(6)]
+
+
+# -- a history that took another's place -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quorum", ["majority", "strict", "any"])
+@pytest.mark.parametrize(("mine", "theirs"), [(900, 10), (10, 900), (0, 0)])
+def test_whoever_is_in_a_history_that_was_replaced_gives_it_up(quorum: str, mine: int, theirs: int) -> None:
+    """However much it has trained; and the other one does not yield to it, whatever the quorum."""
+    old = run_meta(history=H1, samples=mine, quorum=quorum, view_epoch=3)
+    new = run_meta(history=H2, samples=theirs, quorum=quorum, view_epoch=2, replaced=(H1,))
+    door = Door()
+    step = door.entrance.step(old, ME, [OtherPeer(peer_id=peer(1), meta=new)], True)
+    assert (step.yield_to, step.replaced) == (H2, True)
+    assert door.entrance.rivals(new, [OtherPeer(peer_id=ME, meta=old)]) is None
+
+
+def test_of_two_that_took_its_place_the_one_with_more_samples() -> None:
+    """Two machines that evicted each other name each other; who comes back from before joins one of them."""
+    h3 = b"3" * 16
+    few = other(1, history=H2, samples=5, view_epoch=4, replaced=(H1,))
+    many = other(2, history=h3, samples=6, view_epoch=4, replaced=(b"0" * 16, H1))
+    step = Door().after(0, few, many, mine=run_meta(history=H1, samples=9))
+    assert (step.yield_to, step.replaced) == (h3, True)
+    assert "stop one of the two" in Door().after(0, many, mine=few.meta).waiting
+
+
+def test_a_newcomer_gives_nothing_up() -> None:
+    door = Door()
+    assert door.after(1, other(1, history=H2, samples=5, view_epoch=4, replaced=(H1,))).ask == (peer(1),)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
+from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import Held, SlotPool
@@ -25,6 +26,7 @@ from p2p_dmc.wire.messages import PeerMeta, RunClosed, Withdrawn, decode_meta, e
 from p2p_dmc.wire.trainer_messages import RoundReady, RoundResult, RunFinished
 from tests.agent.helpers import (
     NUMEL,
+    PARAMETERS,
     Around,
     member,
     payload,
@@ -144,7 +146,13 @@ def test_a_trainer_that_was_started_again_at_the_end_hears_that_the_run_is_finis
 def test_what_a_peer_says_of_itself_is_bounded() -> None:
     good = run_meta()
     assert decode_meta(encode_meta(PeerMeta(weight=1, runs=(good,)))) is not None
-    for facts in ({"boot": -1}, {"boot": 1 << 63}, {"quorum": "most"}):
+    for facts in (
+        {"boot": -1},
+        {"boot": 1 << 63},
+        {"quorum": "most"},
+        {"replaced": (b"h" * 15,)},
+        {"replaced": (b"h" * 16,) * 5},
+    ):
         with pytest.raises(ValueError):
             replace(good, **facts)
     for weight in (-1, 1 << 40):
@@ -170,7 +178,11 @@ def test_a_script_that_is_run_again_is_another_member(tmp_path: Path) -> None:
     second = run_of(around)
     assert second.me.boot == 2 and around.services.home.start_identity().boot == 3
     second._save(Promises(n=4), closed=True)
+    held = state(SlotPool(around.services.memory, NUMEL), (3, 4), 1.0, Ledger.start(b"d" * 16, [4], 1, 1))
+    write_checkpoint(second.folder, held, PARAMETERS, b"h" * 16, True, 3)
     assert run_of(around).me.boot == 2  # it keeps its vote
+    (second.folder / "checkpoints" / "3-4" / "ledger.msgpack").unlink()
+    assert run_of(around).me.boot == 4  # with the state that it was closed with it has lost that
 
 
 def test_shards_that_are_lost_or_back_or_no_room_ask_for_another_view() -> None:

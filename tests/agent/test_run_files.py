@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run_files import (
     RunRecord,
+    boot_for,
     fingerprint,
     fingerprint_digest,
     first_difference,
+    load_names,
     load_record,
     load_run,
+    own_record,
     payload_spec,
     save_record,
     save_run,
 )
+from p2p_dmc.agent.state import SlotPool
 from p2p_dmc.core.adacomm import TauPolicy
-from p2p_dmc.core.agreement_messages import MemberId, Promises, ViewRef
+from p2p_dmc.core.agreement_messages import MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
-from tests.agent.helpers import DATASET, PARAMETERS, member
+from tests.agent.helpers import DATASET, NUMEL, PARAMETERS, member, state, surroundings
 from tests.wire.values import any_of
 
 VIEW = ViewRef(view_epoch=3, members=(member(1), member(2, boot=7)))
@@ -36,6 +43,7 @@ PROMISES = Promises(
     base=VIEW,
     known=None,
     courted=b"c" * 16,
+    replaced=(Replaced(history=b"o" * 16, lineage=(2, 5)),),
     pending=(VIEW, replace(VIEW, view_epoch=4)),
 )
 RECORD = RunRecord(promises=PROMISES, closed=True, boot=5)
@@ -200,3 +208,46 @@ def test_the_order_of_parameters_is_told_apart_where_it_matters() -> None:
         (),
     ]
     assert len({payload_spec(s) for s in specs}) == len(specs)
+
+
+# -- closed, and the state with which it was ---------------------------------------------------------------------------
+
+
+def close(folder: Path, tmp_path: Path) -> Path:
+    """A run that was stopped at round 8 of view 3; its newest checkpoint."""
+    slots = SlotPool(surroundings(tmp_path / "elsewhere").services.memory, NUMEL)
+    held = state(slots, (3, 7), 1.5, Ledger.start(DATASET, [10, 4], 1, 2))
+    write_checkpoint(folder, held, PARAMETERS, PROMISES.history, False, 3)
+    at_end = replace(held, ref=replace(held.ref, lineage=(3, 8)))
+    save_record(folder, RECORD)
+    return write_checkpoint(folder, at_end, PARAMETERS, PROMISES.history, True, 3)
+
+
+def test_a_peer_that_closed_the_run_keeps_its_vote(tmp_path: Path) -> None:
+    close(tmp_path / "run", tmp_path)
+    record = own_record(tmp_path / "run")
+    assert record == RECORD and boot_for(record, 9, lambda: 77) == 5
+
+
+@pytest.mark.parametrize("damage", ["a byte", "gone", "meta"])
+def test_one_whose_last_state_is_damaged_has_forgotten_it_and_has_none(tmp_path: Path, damage: str) -> None:
+    """It resumes with what is older. A majority of such peers would undo what another one still holds."""
+    newest = close(tmp_path / "run", tmp_path)
+    if damage == "a byte":
+        path = newest / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    elif damage == "gone":
+        shutil.rmtree(newest)
+    else:
+        (newest / "meta.json").unlink()
+    record = own_record(tmp_path / "run")
+    assert record == replace(RECORD, closed=False) and boot_for(record, 9, lambda: 77) == 9
+    assert own_record(tmp_path / "nowhere") is None
+
+
+def test_names_of_peers_that_are_gone(tmp_path: Path) -> None:
+    assert load_names(tmp_path) == {}
+    save_run(tmp_path, names={"a" * 32: "alice"})
+    assert load_names(tmp_path) == {"a" * 32: "alice"}
+    save_run(tmp_path, names=["nonsense"])
+    assert load_names(tmp_path) == {}

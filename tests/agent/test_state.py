@@ -19,12 +19,16 @@ from p2p_dmc.agent.run_files import load_run
 from p2p_dmc.agent.state import Held, SlotPool, decode_head, encode_head, file_digest, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.adacomm import TauPolicy, start
-from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.agreement_messages import Promises, Replaced, StateRef
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkRequest
 from tests.agent.helpers import DATASET, NUMEL, PARAMETERS, POLICY, Around, fill, state, surroundings
+
+OLD = b"o" * 16
+PROMISES = Promises(history=b"h" * 16, replaced=(Replaced(history=OLD, lineage=(2, 5)),))
+"""Of a peer that went on under a new history from round 5 of view 2 of the old one."""
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def memory(around: Around) -> MemoryFolder:
 
 @pytest.fixture
 def keeper(around: Around, tmp_path: Path) -> StateKeeper:
-    made = StateKeeper("r", tmp_path / "run", around.services)
+    made = StateKeeper("r", tmp_path / "run", around.services, PROMISES)
     made.open(PARAMETERS)
     return made
 
@@ -197,7 +201,7 @@ def test_an_agreed_state_becomes_current_under_its_agreed_lineage(keeper: StateK
 
 def test_before_the_parameters_are_known_there_is_no_pool(around: Around, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not known yet"):
-        StateKeeper("r", tmp_path, around.services).pool()
+        StateKeeper("r", tmp_path, around.services, PROMISES).pool()
 
 
 # -- serving ----------------------------------------------------------------------------------------------------------
@@ -244,7 +248,7 @@ def test_a_checkpoint_is_written_found_and_loaded(
     assert asyncio.run(keeper.checkpoint(held, b"h" * 16, closed=False, keep=3))
     assert keeper.checkpoint_due(held, 0.0) and not keeper.checkpoint_due(held, 60.0)
     assert balanced(keeper) and [e["lineage"] for e in around.named("checkpoint")] == [[3, 7]]
-    again = StateKeeper("r", tmp_path / "run", around.services)
+    again = StateKeeper("r", tmp_path / "run", around.services, PROMISES)
     again.open(PARAMETERS)
     found = again.current
     assert found is not None and balanced(again)
@@ -322,12 +326,40 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one_with_a_reason(
         meta.write_text(meta.read_text().replace('"parameters"', '"paramaters"'))
     else:
         (newest / "ledger.msgpack").unlink()
-    again = StateKeeper("r", tmp_path / "run", around.services)
+    again = StateKeeper("r", tmp_path / "run", around.services, PROMISES)
     again.open(PARAMETERS)
     assert again.current is not None and again.current.ref.lineage == (1, 1) and balanced(again)
     (skipped,) = around.named("checkpoint_skipped")
     assert skipped["path"] == str(newest) and skipped["reason"]
     assert str(newest) in around.said[0]
+
+
+@pytest.mark.parametrize(
+    ("history", "lineage", "fits"),
+    [
+        (b"h" * 16, (9, 9), True),
+        (OLD, (2, 5), True),
+        (OLD, (1, 99), True),
+        (OLD, (2, 6), False),
+        (OLD, (3, 1), False),
+        (b"x" * 16, (1, 1), False),
+        (b"", (1, 1), False),
+    ],
+)
+def test_a_state_of_a_history_that_was_given_up_is_not_taken_up_again(
+    keeper: StateKeeper, around: Around, tmp_path: Path, history: bytes, lineage: tuple[int, int], fits: bool
+) -> None:
+    held = state(keeper.pool(), lineage)
+    keeper.hold(held)
+    asyncio.run(keeper.checkpoint(held, history, closed=False, keep=3))
+    again = StateKeeper("r", tmp_path / "run", around.services, PROMISES)
+    again.open(PARAMETERS)
+    assert (again.current is not None) == fits
+    reasons = [e["reason"] for e in around.named("checkpoint_skipped")]
+    assert reasons == ([] if fits else ["it is of a history of this run that was given up"])
+    newcomer = StateKeeper("r", tmp_path / "run", around.services, Promises())
+    newcomer.open(PARAMETERS)
+    assert (newcomer.current is not None) == (history == b"")
 
 
 def test_without_a_checkpoint_there_is_no_state(keeper: StateKeeper) -> None:

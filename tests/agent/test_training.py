@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import pytest
 
 from p2p_dmc.agent import training as training_module
+from p2p_dmc.agent.course import facts
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.course import facts
 from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header
 from p2p_dmc.agent.work import Work
-from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
+from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
@@ -127,7 +127,7 @@ class Member:
         opened: Ledger | None = None,
     ) -> None:
         self.peer_id = peer(i)
-        keeper = StateKeeper("r", root / f"run{i}", surroundings(root, me=i).services)
+        keeper = StateKeeper("r", root / f"run{i}", surroundings(root, me=i).services, Promises())
         keeper.open(PARAMETERS)
         self.held = state(keeper.pool(), view.start.lineage, 0.0, ledger)
         keeper.hold(self.held)

@@ -117,6 +117,27 @@ def test_another_history_is_judged_for_itself(tmp_path: Path) -> None:
     assert judged(journals, tmp_path).ok
 
 
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_history_goes_on_where_it_took_anothers_place(tmp_path: Path, extra: int) -> None:
+    """After an eviction. What the evicted one did in the old history, in a view of the same number, is not in it."""
+    journals = crash()
+    for rounds, events in journals.values():
+        for event in events:
+            if event["event"] == "view" and event["view_epoch"] == 2:
+                event |= {"history": "bb", "parent": "aa", "view_id": "id2bb"}
+        assert rounds
+    alone = [
+        round_line(2, 3 + i, 0, 5 + i, (0, 3 + i, 4 + i)) | {"digest": f"alone{i}"} for i in range(extra)
+    ]
+    journals["d"] = (alone, [view_line(2, (1, 2), "d")])
+    found = judged(journals, tmp_path)
+    assert (found.ok, found.history, found.finished_epochs) == (True, "bb", 2), (found.unequal, found.inexact)
+    journals["a"][0].pop(0), journals["b"][0].pop(0), journals["c"][0].pop(0)
+    (tmp_path / "again").mkdir()
+    again = judged(journals, tmp_path / "again")
+    assert "view 1 round 1 is in history, but in no journal" in again.inexact
+
+
 def test_other_runs_do_not_count(tmp_path: Path) -> None:
     journals = crash()
     journals["a"][0].insert(0, round_line(1, 1, 0, 2, (0, 0, 2)) | {"run": "other"})

@@ -14,7 +14,7 @@ from typing import Any
 
 from p2p_dmc.agent.run_files import load_run
 from p2p_dmc.core.ledger import Ledger
-from p2p_dmc.observe.audit import Audit, audit
+from p2p_dmc.observe.audit import Audit, audit, read_journal
 from p2p_dmc.observe.journal import read_lines
 
 RUN = "train"
@@ -79,15 +79,15 @@ def unequal_assignments(homes: Sequence[Path], run: str = RUN) -> Iterator[str]:
 
 
 def renumbered(homes: Sequence[Path], run: str = RUN) -> Iterator[str]:
-    """Rounds that one home completed twice, and homes whose lineage went backwards."""
+    """Rounds that one home completed twice, and homes whose lineage went backwards within a history."""
     for home in homes:
-        lines = [line for line in read_lines(home / "metrics.jsonl") if line["run"] == run]
-        lineages = [(line["view_epoch"], line["round"]) for line in lines]
-        twice = [lineage for lineage, times in Counter(lineages).items() if times > 1]
+        lines = read_journal(home, run).rounds
+        named = [(line["history"], line["view_epoch"], line["round"]) for line in lines]
+        twice = [one for one, times in Counter(named).items() if times > 1]
         if twice:
             yield f"{home.name} completed twice: {twice}"
-        for one, two in pairwise(lineages):
-            if two < one:
+        for one, two in pairwise(named):
+            if one[0] == two[0] and two < one:
                 yield f"{home.name} completed {two} after {one}"
 
 

@@ -9,15 +9,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.system.cluster import ANY_PORT, DMC_PEER, MARK, SCRIPT, Cluster, Peer
+from tests.system.commands import DEADLINE_S, command, facts
 from tests.system.scenario import START_S, arguments, start
 
-DEADLINE_S = 60
 PRINTING = """
 import os, sys
 os.write(1, b"caf\\xe9 \\xff\\xfe\\n")
@@ -25,29 +24,6 @@ print("x" * 100_000, flush=True)
 sys.argv[0] = {script!r}
 exec(compile(open({script!r}).read(), {script!r}, "exec"))
 """
-
-
-def command(cluster: Cluster, *words: str, code: int = 0) -> str:
-    """The standard output of a `dmc-peer` command that ends with this exit code."""
-    done = subprocess.run(
-        [str(DMC_PEER), *words],
-        env={**os.environ, MARK: cluster.mark},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == code, f"{words}: {done.returncode}\n{done.stderr}\n{cluster.report()}"
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
-def facts(cluster: Cluster, *words: str) -> dict[str, Any]:
-    """The one JSON object that a command prints."""
-    lines = command(cluster, *words, "--json").splitlines()
-    assert len(lines) == 1
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
 
 
 def popen(cluster: Cluster, *words: str) -> subprocess.Popen[bytes]:
