@@ -148,6 +148,18 @@ class Peer:
         assert self.process.wait(10) == -signal.SIGKILL
         return when
 
+    def cut_power(self) -> float:
+        """SIGKILL the tree, and what it had in memory is gone; when, in unix seconds."""
+        when = self.kill_tree()
+        self.forget_memory()
+        return when
+
+    def forget_memory(self) -> None:
+        """Remove what its killed agents left in shared memory."""
+        for started in self.events("started")[:1]:
+            for folder in Path("/dev/shm").glob(f"dmc-{started['peer_id'][:16]}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def kill_trainer(self) -> float:
         """SIGKILL the trainer only; when, in unix seconds."""
         trainer = self.trainer()
@@ -362,9 +374,7 @@ class Cluster:
                     process.wait(10)
         psutil.wait_procs(left, timeout=10)
         for peer in self.peers:
-            for started in peer.events("started")[:1]:
-                for folder in Path("/dev/shm").glob(f"dmc-{started['peer_id'][:16]}-*"):
-                    shutil.rmtree(folder, ignore_errors=True)
+            peer.forget_memory()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
