@@ -37,6 +37,7 @@ def evict(requests: Requests, agent: Agent, arguments: tuple[str, ...], *, ask_o
     if agreement is None or peer_id not in awaited:
         reason = waiting(run) or ("it goes on" if run.view is not None else "its trainer starts")
         raise UserError(f"run {run.name!r} does not wait for {called}: {reason}")
+    history = run.history.hex()  # alone, what follows has it replaced at once
     if not ask_only:
         run.event("evict_asked", peer_id=peer_id)
         run.act(agreement.evict(peer_id, now_ms()))
@@ -45,7 +46,7 @@ def evict(requests: Requests, agent: Agent, arguments: tuple[str, ...], *, ask_o
         "run": run.name,
         "peer_id": peer_id,
         "name": called,
-        "history": run.history.hex(),
+        "history": history,
         "waits_for": [f"{names.get(p, '')} ({p[:8]})".strip() for p in others],
     }
 
