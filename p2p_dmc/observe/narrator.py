@@ -71,7 +71,16 @@ class Narrator:
         members = line["members"]
         named = ", ".join(self.name(m) for m in members[:MOST_NAMES])
         more = f" and {len(members) - MOST_NAMES} more" if len(members) > MOST_NAMES else ""
-        return [f"view {line['view_epoch']}: {plural(len(members), 'peer')}, {named}{more}"]
+        learners = [self.name(m) for m in line.get("learners", ())]
+        joining = ""
+        if learners:
+            who = (
+                ", ".join(learners[:MOST_NAMES])
+                if len(learners) <= MOST_NAMES
+                else plural(len(learners), "peer")
+            )
+            joining = f"; {who} catching up"
+        return [f"view {line['view_epoch']}: {plural(len(members), 'peer')}, {named}{more}{joining}"]
 
     def _assignment(self, line: Line) -> list[str]:
         new, self._skipped = line["skipped"] - self._skipped, line["skipped"]

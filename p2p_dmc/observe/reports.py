@@ -137,7 +137,10 @@ def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -
                 *_epoch_cells(run),
                 run["samples_total"],
                 None if run["committed"] is None else lineage(run["committed"]),
-                ", ".join(names.get(p, p[:8]) for p in run["members"]),
+                ", ".join(
+                    [names.get(p, p[:8]) for p in run["members"]]
+                    + [f"{names.get(p, p[:8])} (catching up)" for p in run["learners"]]
+                ),
             )
         )
     terminal.print(table)

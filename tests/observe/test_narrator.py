@@ -44,6 +44,10 @@ def narrator() -> Narrator:
         (member(BOB, "bob", "LEFT"), "bob (bbbbbbbb) has left"),
         (event("view", view_epoch=3, members=[ALICE, BOB]), "view 3: 2 peers, alice, bob"),
         (event("view", view_epoch=4, members=[CAROL]), "view 4: 1 peer, cccccccc"),
+        (
+            event("view", view_epoch=4, members=[ALICE], learners=[BOB]),
+            "view 4: 1 peer, alice; bob catching up",
+        ),
         (event("trainer_lost", BOB, reason="killed by SIGKILL"), "bob trains no longer (killed by SIGKILL)"),
         (event("trainer_ready"), "trainer of run 'train' is ready"),
         (event("adopted", lineage=[2, 9], seconds=0.25), "caught up with view 2 round 9 in 0.2 s"),

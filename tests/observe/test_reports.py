@@ -10,6 +10,7 @@ from rich.console import Console as Terminal
 from p2p_dmc.observe import reports
 
 ALICE, BOB = "a" * 32, "b" * 32
+CAROL = "c" * 32
 NASTY = "[red]\x1b[2J"
 
 
@@ -20,12 +21,14 @@ def status_facts() -> dict[str, Any]:
 
     run = {
         "run": "train", "outcome": "", "view_epoch": 3, "members": [BOB, ALICE], "lineage": [3, 41],
+        "learners": [CAROL],
         "committed": [3, 40], "round": 41, "tau": 8, "loss": 0.123456, "epoch": 1, "epochs": 5, "samples_total": 2400,
         "waiting": "bob is slow", "epoch_progress": {"counted": 600, "skipped": 3, "total": 1800}, "dataset": "d" * 32,
     }  # fmt: skip
     young = dict.fromkeys(run) | {
         "run": "young",
         "members": [],
+        "learners": [],
         "samples_total": 0,
         "outcome": "",
         "waiting": "",
@@ -66,7 +69,18 @@ def columns_of(text: str, start: str) -> list[str]:
 def test_status_says_everything() -> None:
     text = rendered(reports.render_status, status_facts(), 10_000)
     cells = [cell.strip() for cell in columns_of(text, "train ")]
-    assert cells == ["train", "3", "41", "8", "0.1235", "2 of 5", "34%", "2400", "3.40", "bob, alice"]
+    assert cells == [
+        "train",
+        "3",
+        "41",
+        "8",
+        "0.1235",
+        "2 of 5",
+        "34%",
+        "2400",
+        "3.40",
+        "bob, alice, cccccccc (catching up)",
+    ]
     assert [cell.strip() for cell in columns_of(text, "elsewhere")][-1] == "ask tcp://carol:1"
     assert "run train waits: bob is slow\n" in text
     assert "data set digits dddddddddddd: 1800 samples in 29 shards, 1.0 MiB; 2 replicas wanted, " in text
