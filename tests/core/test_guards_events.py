@@ -104,6 +104,18 @@ class TestStanding:
             ready = cluster.do("a", cluster["a"].receive(installed, cluster.now))
             assert cluster["a"].left_out is out and ready.froze is out and not cluster["a"]._attempt
 
+    def test_an_older_view_without_this_peer_is_over(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        for name in "abc":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        word = cluster["b"]._word
+        assert word is not None
+        old = replace(word, sender=member("c"), n=1, candidates=("b", "c"), voters=("b", "c"))
+        cluster["a"]._book.greatest_n.clear()
+        cluster.do("a", cluster["a"].receive(old, cluster.now))
+        assert not cluster["a"].left_out
+
     def test_the_word_of_this_very_view_says_nothing_new(self) -> None:
         cluster = Cluster("ab").run("ab")
         word = cluster["b"]._word
@@ -202,6 +214,13 @@ class TestInstalledElsewhere:
         assert cluster["d"].left_out
         assert cluster["d"].waiting_for() == "a later view stands without this peer; it asks to join"
 
+    def test_nor_can_it_enter_one_that_names_it(self) -> None:
+        cluster, word = self.frozen()
+        cluster.start("d")
+        named = replace(word, candidates=("a", "b", "c", "d"))
+        cluster.do("d", cluster["d"].receive(named, cluster.now))
+        assert cluster["d"].left_out
+
     def test_it_says_so_once(self) -> None:
         cluster, word = self.frozen()
         cluster.start("d")
@@ -232,6 +251,13 @@ class TestFrozen:
         cluster.do("c", cluster["c"].receive(inside, cluster.now))
         core = cluster["c"]
         assert not core.left_out and core.promises.n == word.n
+
+    def test_a_newcomer_does_not_mix_in(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.start("n")
+        word = last_word(cluster["a"].at_barrier(cluster.now))
+        assert cluster.do("n", cluster["n"].receive(word, cluster.now)).sends == ()
+        assert cluster["n"].promises.n == 0
 
     def test_one_in_an_attempt_follows_to_a_greater_number_without_it(self) -> None:
         """It must not hold on to an attempt that can no longer end."""

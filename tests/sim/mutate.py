@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib.machinery
 import json
@@ -118,8 +119,14 @@ def tested(path: str) -> str | None:
     import pytest
 
     watch = Watch()
-    arguments = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-    code = pytest.main([*arguments, "--rootdir", os.getcwd(), path], plugins=[watch])
+    arguments = ["-x", "-q", "--no-header", "--tb=no", "--assert=plain", "--rootdir", os.getcwd()]
+    for plugin in (
+        "cacheprovider",
+        "unraisableexception",
+        "threadexception",
+    ):  # the latter two only take time
+        arguments += ["-p", f"no:{plugin}"]
+    code = pytest.main([*arguments, path], plugins=[watch])
     if watch.failed is None and code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return f"{path} ends with {code}"
     return watch.failed
@@ -291,6 +298,7 @@ def copy_of_the_tree() -> Iterator[None]:
             shutil.copy(ROOT / name, Path(folder, name))
         os.chdir(folder)
         sys.path.insert(0, folder)
+        sys.dont_write_bytecode = False  # what does not change is compiled once
         try:
             yield
         finally:
@@ -432,6 +440,7 @@ def main() -> int:
     import numpy  # noqa: F401
     import pytest  # noqa: F401
 
+    gc.freeze()
     with copy_of_the_tree():
         explore(args, report)
     report.save()
