@@ -30,7 +30,7 @@ from p2p_dmc.core.agreement_messages import (
 )
 from p2p_dmc.core.quorum import Quorum
 from tests.core.agreement_hosts import Entry, Host, Violation
-from tests.core.agreement_mutants import MUTANTS, mutant
+from tests.sim.mutants import MUTANTS, mutant
 
 SUSPICION_MS = 1_500
 SETTLE_MS = 120_000

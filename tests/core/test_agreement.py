@@ -17,7 +17,7 @@ from p2p_dmc.core.agreement_messages import (
 )
 from p2p_dmc.core.quorum import Quorum
 from tests.core.agreement_cluster import CRASHED, REACHABLE, UNREACHABLE, Cluster, state
-from tests.core.agreement_mutants import mutant
+from tests.sim.mutants import mutant
 
 
 class TestFounding:

@@ -6,7 +6,7 @@ import pytest
 
 from p2p_dmc.core.quorum import Quorum
 from tests.core import agreement_world
-from tests.core.agreement_mutants import mutant
+from tests.sim.mutants import mutant
 from tests.core.agreement_world import Violation, World, run
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2p_dmc.core.agreement_messages import MemberId, Propose, StateRef, Stopped, ViewRef
 from p2p_dmc.core.quorum import Quorum, count_votes, decide, start_state
-from tests.core.agreement_mutants import mutant
+from tests.sim.mutants import mutant
 
 
 def member(name: str) -> MemberId:
