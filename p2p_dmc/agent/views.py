@@ -23,13 +23,15 @@ from p2p_dmc.agent.view_opening import (
 from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, opening_ledger
 from p2p_dmc.core.agreement_messages import View
 from p2p_dmc.errors import UserError
-from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
 
 if TYPE_CHECKING:
     from asyncio import Task
 
     from p2p_dmc.agent.run import Run
+
+
+REACH_THEM = "see that the other peers' ports can be reached from here"
 
 
 class Views:
@@ -126,7 +128,6 @@ class Views:
     async def _open(self, view: View, old_work: Work | None, old_view: View | None) -> None:
         run = self._run
         held = run.keeper.current
-        reach("view-installed")
         if held is None or held.ref != view.start:
             started_s = time.monotonic()
             try:
@@ -135,7 +136,7 @@ class Views:
                 run.event("adoption_failed", reason=str(error))
                 if run.view is view and run.agreement is not None and not run.agreement.frozen:
                     # the others stand at the barrier, and in the next view this peer would fail likewise
-                    run.desk.refuse(f"{error}; see that the other peers' ports can be reached from here")
+                    run.desk.refuse(f"{error}; {REACH_THEM}")
                 return
             seconds = round(time.monotonic() - started_s, 3)
             run.event("adopted", lineage=list(view.start.lineage), seconds=seconds)
@@ -196,6 +197,7 @@ class Views:
                 donors=lambda: self._donors(run.view) if run.view is not None else (),
                 on_held=self._caught_up,
                 on_problem=lambda reason: run.event("adoption_failed", reason=reason),
+                on_hopeless=lambda reason: run.desk.refuse(f"{reason}; {REACH_THEM}"),
             )
             self._catching_up = run.spawn(self._catch_up.run())
         spec = run_files.payload_spec(ready.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import signal
@@ -103,9 +104,10 @@ def test_a_trainer_kills_its_agent_and_itself(tmp_path: Path) -> None:
     assert said(process) == (["reducing"], -signal.SIGKILL)
     [line] = proof(tmp_path)
     assert line["process"] == "trainer" and line["pid"] != process.pid
-    assert not psutil.pid_exists(int(str(line["pid"]))) or (
-        psutil.Process(int(str(line["pid"]))).status() == psutil.STATUS_ZOMBIE
-    )
+    with contextlib.suppress(
+        psutil.NoSuchProcess
+    ):  # it killed its parent first: its own end may take a moment
+        psutil.Process(int(str(line["pid"]))).wait(30)
 
 
 def test_an_order_that_makes_no_sense_is_not_given(tmp_path: Path) -> None:
