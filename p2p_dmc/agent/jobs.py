@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.run import Run
-from p2p_dmc.agent.run_end import LINGER_S
 from p2p_dmc.agent.supervisor import AttachedTrainer, RestartBudget, TrainerExit, TrainerProcess
 from p2p_dmc.agent.waiting import say_waiting
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -169,7 +168,8 @@ class Jobs:
     async def _finish(self, job: Job, result: SubmitEnded) -> None:
         if job.run.end.outcome in ("finished", "stopped"):
             # the others may still need this peer's last headers; the trainer's own end has taken some of the time
-            await asyncio.sleep(LINGER_S - (time.monotonic() - job.run.end.over_s))
+            while (left_s := job.run.end.linger_s(time.monotonic())) > 0:
+                await asyncio.sleep(left_s)
         job.result = result
         job.tell(result)
         job.ended.set()

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
 LINGER_S = 2.0
-"""A peer whose run is over answers the others' last headers for this long."""
+"""A peer whose run is over answers the others' last headers for this long, and as long after a request for its state."""
+MOST_LINGER_S = 300.0
+"""Whoever downloads the final state in that time has it: a peer that was still catching up when the run ended."""
 
 
 class RunEnd:
@@ -92,6 +94,11 @@ class RunEnd:
         held = run.keeper.by_lineage(training.held.ref.lineage if alone else training.committed_round)
         if held is not None and held.ref.lineage > (0, 0):
             await run.checkpoint(held)
+
+    def linger_s(self, now_s: float) -> float:
+        """How much longer this peer stays for the others' sake, in seconds; ``now_s`` is monotonic."""
+        last_s = max(self.over_s, self._run.keeper.last_request_s)
+        return min(last_s + LINGER_S, self.over_s + MOST_LINGER_S) - now_s
 
     def tell_trainer(self, held: Held, final_path: str) -> None:
         """The run is finished with this state. Said again to a trainer that was started anew meanwhile."""

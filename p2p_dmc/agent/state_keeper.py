@@ -163,6 +163,11 @@ class StateKeeper:
             slots.unpin(self._recent.pop(digest).slot)
             self._served_s.pop(digest, None)
 
+    @property
+    def last_request_s(self) -> float:
+        """When somebody last asked for a state, in monotonic seconds; 0 when nobody has."""
+        return max(self._served_s.values(), default=0.0)
+
     def expect_request(self, digest: bytes) -> None:
         """Somebody is about to download this state."""
         self._served_s.pop(digest, None)
@@ -209,6 +214,7 @@ class StateKeeper:
         if held is None:
             return None
         reach("serving")
+        self.expect_request(request.digest)  # more of it is asked for soon
         if request.part == HEAD:
             head = encode_head(held)
             return len(head), head[request.offset : request.offset + request.size]

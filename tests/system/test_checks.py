@@ -114,8 +114,8 @@ def view_after_the_end(events: list[dict[str, Any]], _: list[dict[str, Any]]) ->
         (other_digest, "view 2 round 6: digest is d6 on a, other on b"),
         (other_assignment, "view 2: the assignment is"),
         (other_members, "view 2: members is"),
-        (round_twice, "b completed twice: [(2, 8)]"),
-        (backwards, "b completed (1, 4) after (2, 8)"),
+        (round_twice, "b completed twice: [('aa', 2, 8)]"),
+        (backwards, "b completed ('aa', 1, 4) after ('aa', 2, 8)"),
     ],
 )
 def test_peers_that_differ_are_found(homes: list[Path], what: Change, words: str) -> None:
