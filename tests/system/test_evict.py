@@ -63,7 +63,7 @@ def test_after_a_power_cut_one_that_stays_away_is_evicted(cluster: Cluster, data
     peers = start(cluster, seed, NAMES[:3], "--checkpoint-every", "1s")
     cluster.wait(lambda: all(p.events("checkpoint") for p in peers), "everybody has a checkpoint")
     old = peers[0].view["history"]
-    when = max([p.kill_tree() for p in peers])
+    when = max([p.cut_power() for p in peers])
     *two, last = peers
     for peer in two:
         cluster.restart(peer)
