@@ -40,21 +40,27 @@ class Adoption:
         """Awaited before each range of the anchor, with its size in bytes: whoever yields to others waits there."""
 
     async def fetch(self, ref: StateRef, donors: Callable[[], Sequence[str]], give_up_s: float) -> Held:
-        """The state with this digest, verified; AdoptionFailedError after ``give_up_s`` without success."""
+        """The state with this digest, verified; AdoptionFailedError after ``give_up_s`` without success.
+
+        When somebody has lied, not before each donor was asked alone.
+        """
         deadline = asyncio.get_running_loop().time() + give_up_s
-        problem, attempts, lied = "nobody holds it", 0, False
-        while asyncio.get_running_loop().time() < deadline:
+        problem, attempts, lied, owed = "nobody holds it", 0, False, 0
+        while owed > 0 or asyncio.get_running_loop().time() < deadline:
             addresses = list(donors())
             first = attempts % max(1, len(addresses))
             ring = addresses[first:] + addresses[:first]  # another one first, each time
             attempts += 1
+            owed -= 1
             try:
                 if addresses:
                     return await self._attempt(ref, ring[:1] if lied else ring)
             except SourceLostError as error:
                 problem = str(error)
             except RemoteProtocolError as error:
-                problem, lied = str(error), True  # of several it does not show which: from now on one by one
+                problem = str(error)
+                if not lied:  # of several it does not show which: each one alone, even when that takes long
+                    lied, owed = True, len(ring)
             await asyncio.sleep(RETRY_S)
         raise AdoptionFailedError(f"state {ref.lineage} could not be fetched: {problem}")
 

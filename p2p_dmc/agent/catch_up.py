@@ -27,9 +27,16 @@ from p2p_dmc.errors import UserError
 
 MOST_KEPT = 8
 """Rounds whose results a learner keeps, an anchor's memory each. With more it asks for a view with a newer start."""
+MOST_KEPT_SMALL = 256
+"""The same where all of them fit into ``SMALL_BYTES``: a small model's rounds are over in no time."""
+SMALL_BYTES = 64 << 20
 SHARE = 6
-"""While a reduction runs the download yields, but for this part of the state in each round: else it might never end."""
+"""While a reduction runs the download yields, but for one in so many parts of the state in each round: else it might
+never end. Each time that it took too many rounds all the same it yields less."""
 GIVE_UP_S = 20.0
+"""A download without success for so long needs other donors, or another state: the next view's."""
+MOST_FAILURES = 3
+"""After so many of them in a row no view will do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,7 @@ class CatchUp:
     """One learner's way to its view's state. It goes on over views as long as these continue what it has.
 
     ``on_held`` is told of every state, in order, that is verified and is no older than the newest view's start.
+    ``on_hopeless``: this peer cannot get any state; it had better leave than ask for one view after another.
     ``donors``: bulk addresses of the newest view's holders.
     """
 
@@ -63,6 +71,7 @@ class CatchUp:
         donors: Callable[[], Sequence[str]],
         on_held: Callable[[Held], None],
         on_problem: Callable[[str], None],
+        on_hopeless: Callable[[str], None],
     ) -> None:
         self._keeper = keeper
         self._me = me
@@ -71,6 +80,7 @@ class CatchUp:
         self._donors = donors
         self._on_held = on_held
         self._on_problem = on_problem
+        self._on_hopeless = on_hopeless
         self.target: StateRef | None = None
         """The start state that is being downloaded, or was."""
         self.lost = False
@@ -89,6 +99,7 @@ class CatchUp:
         self._wake = asyncio.Event()
         self._reducing = False
         self._spent_bytes = 0
+        self._losses = self._failures = 0
         self.began_s = time.monotonic()
 
     # -- what the rounds tell ---------------------------------------------------------------------------------------
@@ -100,7 +111,8 @@ class CatchUp:
         self._forget(dropped)
         if self.lost or self._leads_to() != view.start.lineage:
             self._begin_anew(view.start)
-        self._view, self.lost, self._reducing = view, False, False
+        self._view, self.lost = view, False
+        self.quiet()
         self._said = {view.start.lineage: view.start.digest}
         if self._held is not None and not self._untold:
             self._to_tell(self._held)
@@ -117,7 +129,8 @@ class CatchUp:
 
     def _begin_anew(self, start: StateRef) -> None:
         self._drop_all()
-        self._held, self._course, self.target = None, None, start
+        self._hold(None)
+        self._course, self.target = None, start
         self.began_s = time.monotonic()
 
     def heard(self, lineage: Lineage, digest: bytes) -> None:
@@ -130,17 +143,25 @@ class CatchUp:
         """A reduction begins: the download yields to it."""
         self._reducing, self._spent_bytes = True, 0
 
+    def quiet(self) -> None:
+        """No reduction is under way any more."""
+        self._reducing = False
+
     def keep(self, kept: Kept) -> None:
         """A round's result."""
-        self._reducing = False
+        self.quiet()
         self._kept.append(kept)
-        if len(self._kept) > MOST_KEPT or self.lost:
+        if self.lost or len(self._kept) > self._most_kept():
             self._lose("more rounds have gone by than can be kept")
         self._wake.set()
+
+    def _most_kept(self) -> int:
+        return max(MOST_KEPT, min(MOST_KEPT_SMALL, SMALL_BYTES // self._keeper.pool().size_bytes))
 
     def _lose(self, reason: str) -> None:
         """What is here leads nowhere: the next view's start is downloaded."""
         if not self.lost:
+            self._losses += 1
             self._on_problem(reason)
         self.lost = True
         self._drop_all()
@@ -157,9 +178,18 @@ class CatchUp:
             if one.mean is not None:
                 self._keeper.pool().unpin(one.mean)
 
+    def _hold(self, held: Held | None) -> None:
+        """The newest state that was verified or computed here; its slot is pinned as long as it is that."""
+        if held is not None:
+            self._keeper.pool().pin(held.slot)
+        if self._held is not None:
+            self._keeper.pool().unpin(self._held.slot)
+        self._held = held
+
     def close(self) -> None:
         """Of no use any more."""
         self._drop_all()
+        self._hold(None)
 
     # -- the work ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +198,7 @@ class CatchUp:
         while True:
             self._wake.clear()
             target = self.target
-            if self._held is None and target is not None:
+            if self._held is None and target is not None and not self.lost:
                 await self._download(target)
             elif not await self._replay_one():
                 await self._wake.wait()
@@ -179,31 +209,33 @@ class CatchUp:
             self._keeper.adopt(target, self._donors, give_up_s=GIVE_UP_S, gate=self._gate)
         )
         try:
-            while not fetching.done() and self.target is target:
+            while not fetching.done() and self.target is target and not self.lost:
                 waking = asyncio.ensure_future(self._wake.wait())
                 await asyncio.wait({fetching, waking}, return_when=asyncio.FIRST_COMPLETED)
                 waking.cancel()
                 if not fetching.done():
                     self._wake.clear()
-            if self.target is not target:
+            if self.target is not target or self.lost:
                 return
             held = fetching.result()
         except (AdoptionFailedError, UserError, OSError) as error:
+            self._failures += 1
             self._lose(str(error))
-            await self._wake.wait()
+            if self._failures >= MOST_FAILURES or not isinstance(error, AdoptionFailedError):
+                self._on_hopeless(str(error))
             return
         finally:
             if not fetching.done():
                 fetching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await fetching
-        self._held = self._keeper.named(held, target)
-        self._to_tell(self._held)
-        self._tell()
+        self._failures = 0
+        self._take(self._keeper.named(held, target))
 
     async def _gate(self, size: int) -> None:
         """Before each range of the download."""
-        while self._reducing and self._spent_bytes >= self._keeper.pool().size_bytes // SHARE:
+        allowed_bytes = self._keeper.pool().size_bytes * (1 + self._losses) // SHARE
+        while self._reducing and self._spent_bytes >= allowed_bytes:
             await asyncio.sleep(0.005)
         self._spent_bytes += size
 
@@ -225,7 +257,7 @@ class CatchUp:
         if kept.mean is None:
             self._keeper.pool().pin(slot)
         else:
-            anchor_digest = await asyncio.to_thread(_subtract, held.slot, kept.mean)
+            anchor_digest = await self._subtracted(held.slot, kept.mean)
         self._replaying = None
         if generation != self._generation:
             self._keeper.pool().unpin(slot)
@@ -233,13 +265,28 @@ class CatchUp:
         course.take(kept.result, outcome)
         digest = state_digest(anchor_digest, outcome.ledger, outcome.tau)
         ref = StateRef(lineage=kept.lineage, digest=digest)
-        self._held = Held(
-            ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=outcome.ledger, tau=outcome.tau
-        )
-        self._keeper.remember(self._held)
-        self._to_tell(self._held)
-        self._tell()
+        new = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=outcome.ledger, tau=outcome.tau)
+        self._take(new)
+        self._keeper.remember(new)
         return True
+
+    def _take(self, held: Held) -> None:
+        """It is held now, and told as soon as a voter confirms it."""
+        self._hold(held)
+        self._to_tell(held)
+        self._tell()
+
+    async def _subtracted(self, anchor: Path, mean: Path) -> bytes:
+        """As `_subtract`, on a thread. That one goes on when this is cancelled, and keeps its slots until it ends."""
+        slots = self._keeper.pool()
+        working = asyncio.ensure_future(asyncio.to_thread(_subtract, anchor, mean))
+        slots.pin(anchor)
+        working.add_done_callback(lambda _: slots.unpin(anchor))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(lambda _: slots.unpin(mean))
+            raise
 
     def _open(self, view: View, held: Held) -> Course:
         payloads = [decode_payload(p) for p in view.payloads]

@@ -164,4 +164,5 @@ class Learning:
         """From here on this view's rounds are none of this peer's."""
         if not self.frozen:
             self.frozen, self.frozen_s = True, time.monotonic()
+            self.catch_up.quiet()
         self._reducing = self._weightless = None
