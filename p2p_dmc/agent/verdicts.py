@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from p2p_dmc.core.agreement_messages import NUMBER_MAX, Verdict
+from p2p_dmc.core.agreement_messages import NUMBER_MAX, UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState
 from p2p_dmc.wire.messages import decode_meta
 
@@ -23,8 +23,9 @@ class Verdicts:
 
     A crash seen by this agent itself is told at once. Silence is held back until a suspicion time after this agent last
     heard the other one: for so long the other may count this one as crashed, on the word of its acknowledgement.
-    That a peer can be reached is told to a run once the peer has said under which boot it takes part in it: what is
-    said of a later boot would make the words of the one that reopens a closed run those of a former life.
+    That a peer can be reached is told to a run once the peer has said under which boot it takes part in it, and before
+    that its death is of whichever boot the run knows: what is said of a later boot would make the words of the one that
+    reopens a closed run those of a former life.
     """
 
     def __init__(self, runs: Callable[[], Iterable[Judged]], suspicion_ms: int) -> None:
@@ -78,7 +79,7 @@ class Verdicts:
     def _tell(self, record: MemberRecord, verdict: Verdict) -> None:
         for run in self._runs():
             boot = boot_in(record, run.name)
-            run.verdict(record.peer_id, min(record.boot, NUMBER_MAX) if boot is None else boot, verdict)
+            run.verdict(record.peer_id, UNKNOWN_BOOT if boot is None else boot, verdict)
 
 
 def _reachable(run: Judged, record: MemberRecord) -> None:

@@ -164,8 +164,11 @@ class PeerBook:
         """A verdict of membership; True if it is news.
 
         Args:
+            member: of `UNKNOWN_BOOT`: the newest incarnation known, whichever that is.
             version: of the promises in the last acknowledgement, where known.
         """
+        if member.boot == UNKNOWN_BOOT:
+            member = self.member(member.peer_id)
         news = (member.boot, verdict) != self.verdicts.get(member.peer_id, (member.boot, Verdict.REACHABLE))
         if self.note(member):
             self.verdicts[member.peer_id] = (member.boot, verdict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2p_dmc.agent.verdicts import Verdicts
-from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.agreement_messages import UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState, Role
 from p2p_dmc.wire.messages import PeerMeta, RunMeta, encode_meta
 
@@ -123,4 +123,4 @@ def test_a_peer_that_reopens_a_closed_run_is_reachable_once_it_says_under_which_
 def test_the_death_of_a_peer_that_has_not_said_its_boot_yet_is_told() -> None:
     verdicts, listener = made()
     verdicts.event(dead(record(boot=5, run_boot=None)), None, None, 10_000)
-    assert listener.heard == [(PEER, 5, Verdict.UNREACHABLE)]
+    assert listener.heard == [(PEER, UNKNOWN_BOOT, Verdict.UNREACHABLE)]

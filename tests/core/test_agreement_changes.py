@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2p_dmc.core.agreement_messages import (
+    UNKNOWN_BOOT,
     MemberId,
     Promises,
     Stopped,
@@ -331,3 +332,22 @@ def test_views_name_their_members_in_ring_order() -> None:
     assert cluster["b"].view.ref == ViewRef(
         view_epoch=1, members=tuple(MemberId(peer_id=name, boot=1) for name in "abc")
     )
+
+
+def test_a_death_of_whichever_boot_is_that_of_the_one_that_is_known() -> None:
+    """Its agent died before it said under which boot it takes part; it comes back under the one that it had."""
+    cluster = Cluster("abc").run("abc")
+    cluster.down.add("c")
+    cluster.verdict("c", UNREACHABLE, boot=UNKNOWN_BOOT)
+    cluster.wait(1_000)
+    assert cluster.standing("ab").stopped == ("c",)
+    cluster.round("ab")
+    cluster.now += 20_000
+    cluster.down.discard("c")
+    cluster.verdict("c", REACHABLE)
+    for name in "ab":
+        cluster.do(name, cluster[name].join_requested("c", cluster.now))
+    for name in "ab":
+        cluster.do(name, cluster[name].at_barrier(cluster.now))
+    cluster.deliver()
+    assert cluster.standing("abc"), "its words are not those of a former life"
