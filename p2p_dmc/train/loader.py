@@ -154,6 +154,9 @@ class Loader:
             message = rounds.take()
             if isinstance(message, tm.Lease | tm.LeaseEnd):
                 return
+            if rounds.expected:
+                rounds.synchronise()
+                return
             if isinstance(message, tm.ViewStarted):
                 rounds.send(request)
 

@@ -47,6 +47,9 @@ class Rounds:
         self._next_round = 0
         self._parked = False  # no local step until a view to train in has come
         self._learning: tm.ViewStarted | None = None  # the view to learn in
+        self.expected = (
+            False  # the others stand at a barrier with their local steps done, and this peer has none
+        )
         self._loss_sum: torch.Tensor | float = (
             0.0  # stays on its device: reading it each step would wait for the GPU
         )
@@ -86,7 +89,12 @@ class Rounds:
     # -- messages --------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """A safe point: act on what has arrived. Without waiting, unless this trainer is parked."""
+        """A safe point: act on what has arrived. Without waiting, unless this trainer is parked or expected."""
+        self._drain()
+        if self.expected and not self.finished:
+            self.synchronise()
+
+    def _drain(self) -> None:
         while (message := self._link.get_nowait()) is not None:
             self._apply(message)
         while self._parked and not self.finished:
@@ -145,8 +153,11 @@ class Rounds:
         if self._flat is None:
             raise RuntimeError("a view before RunReady")
         if view.local is tm.Local.LEARN:
-            self._learning, self._parked = view, True
+            self._learning, self._parked, self.expected = view, True, False
             return
+        self.expected |= (
+            self._learning is not None
+        )  # who has learned enough begins with a round, not with steps
         self._learning, self._parked = None, False
         self._anchor = state.read_slot(view.slot_path, self._flat.size, view.digest)
         self._scratch_weight = None
@@ -218,7 +229,7 @@ class Rounds:
         Whatever happens instead (a lost member, a failed reduction, a refused result) ends in a new view, and
         this peer says again what it has there.
         """
-        self.poll()
+        self._drain()
         self._say_ready()
         while not self.finished:
             message = self.take()
@@ -239,6 +250,7 @@ class Rounds:
         if self.finished or self._parked:
             return
         assert self.view is not None
+        self.expected = False
         self._candidate = None
         self._scale(self.samples)
         finite = state.all_finite(self._scratch)
