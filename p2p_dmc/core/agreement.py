@@ -209,6 +209,8 @@ class Agreement(AgreementMachine):
         """This peer wants another view: at the next barrier, or at once (a collective failed)."""
         self._begin(now_ms)
         if at_once and not self.frozen:
+            if self.view is not None and self._wanted_at_once is None:
+                self._blame_learners(self.view)
             self._wanted_at_once = reason
         elif not at_once:
             self._wanted = reason
@@ -235,6 +237,8 @@ class Agreement(AgreementMachine):
             self._note(f"round {state.lineage} is refused: expected {expected}, frozen {self.frozen}")
             return self._finish()
         self.completed = state
+        for learner in view.learners:
+            self._failures.pop(learner.peer_id, None)
         self._known = view.ref
         if self._base != view.ref:
             self._base = view.ref

@@ -62,7 +62,7 @@ class AgreementMachine(AgreementState):
                 self._send(peer, message)
             self._note(f"sees cause to leave view {view.view_epoch}: {cause}")
         if self._enough_causes(view):
-            self._open(self._n + 1, {*view.peers, *self._joiners()}, (), (), cause)
+            self._open(self._n + 1, self._joiners(), (), (), cause)
 
     def _repeat_word(self) -> None:
         """A voter that fetches its start state says no header; whoever has left the view answers to this instead."""
@@ -111,7 +111,8 @@ class AgreementMachine(AgreementState):
         gap_ms = min(self._settings.stuck_max_ms, self._settings.stuck_ms << min(self._raises, 10))
         attempt.replace_at_ms = self._now + self._randomised(gap_ms)
         self._attempt, self._decision = attempt, None
-        everybody = {self.me.peer_id, *self._last_peers(), *candidates}
+        last = [peer for peer in self._last_peers() if not self._shunned(peer)]
+        everybody = {self.me.peer_id, *last, *candidates}
         gone = {peer for peer in everybody if peer != self.me.peer_id and self._book.gone(peer)}
         remembered = [v for v in self._last.voters if not self._book.superseded(v)] if self._last else []
         voting = {*voters, *(v.peer_id for v in remembered)}
@@ -245,7 +246,8 @@ class AgreementMachine(AgreementState):
         )
         self._replaced = max((word.replaced for word in words), key=lambda said: (len(said), said))
         if view.parent:
-            taken = Replaced(history=view.parent, lineage=view.start.lineage)
+            at = view.start.lineage
+            taken = Replaced(history=view.parent, lineage=at, evicted=bool(view.evicted))
             self._replaced = (taken, *self._replaced)[:REPLACED_MAX]
         self._evicted.clear()
         if decision.thin:
@@ -265,6 +267,8 @@ class AgreementMachine(AgreementState):
             self._adopt(view.start)
         self._late = None
         self._strays.clear()
+        for peer in ref.peers:
+            self._failures.pop(peer, None)
         self._causes.clear()
         self._cause_resend_ms = self._now
         self._word_resend_ms = self._now + self._settings.resend_max_ms

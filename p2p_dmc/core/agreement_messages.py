@@ -103,11 +103,13 @@ class ViewRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Replaced:
-    """A history that another one took the place of: whoever is still in it gives it up."""
+    """A history that another one took the place of."""
 
     history: bytes
     lineage: tuple[int, int]
     """Where the other one begins: states up to this one belong to both."""
+    evicted: bool = False
+    """By eviction: whoever is still in it gives it up. Otherwise (`Quorum.ANY`) either may turn out to be the one."""
 
     def __post_init__(self) -> None:
         _require(len(self.history) == DIGEST_BYTES, f"a history id has 16 bytes, not {len(self.history)}")
@@ -384,6 +386,9 @@ class AgreementSettings:
     """An attempt that cannot end as it is (somebody came back, sets disagree) is replaced then; doubles."""
     stuck_max_ms: int = 60_000
     """Unless there is news: each attempt adds a promise to keep until the next checkpoint."""
+    shun_ms: int = 2_000
+    """A learner in whose views two reductions in a row failed is not let in again for so long; doubles each time."""
+    shun_max_ms: int = 128_000
     cause_ttl_ms: int = 2_000
     """A pre-vote counts for this long; it is repeated four times as often."""
 

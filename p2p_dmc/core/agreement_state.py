@@ -80,6 +80,10 @@ class AgreementState:
     def _start_books(self, now_ms: int) -> None:
         self._wanted: str | None = None
         self._wanted_at_once: str | None = None
+        self._failures: dict[str, int] = {}
+        """Of each learner: reductions in a row that failed in views with it. Perhaps nobody can reach it for these."""
+        self._shunned_ms: dict[str, int] = {}
+        """Learners that are not let in before then."""
         self._strays: set[str] = set()
         """Members of the standing view that can no longer enter it."""
         self._causes: dict[MemberId, int] = {}
@@ -132,6 +136,18 @@ class AgreementState:
         """Not in the standing view any more: lost, or it asks to be let in (a run that was stopped, and resumed)."""
         return self._lost(member) or member.peer_id in self._strays
 
+    def _shunned(self, peer_id: str) -> bool:
+        return self._now < self._shunned_ms.get(peer_id, self._now)
+
+    def _blame_learners(self, view: View) -> None:
+        """A reduction failed. Whoever was only learning may be the reason, and stops nobody for long."""
+        for learner in view.learners:
+            failures = self._failures[learner.peer_id] = self._failures.get(learner.peer_id, 0) + 1
+            if failures > 1:
+                gap_ms = min(self._settings.shun_max_ms, self._settings.shun_ms << min(failures - 2, 20))
+                self._shunned_ms[learner.peer_id] = self._now + gap_ms
+                self._note(f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} reductions with it failed")
+
     def _cause(self) -> str | None:
         """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
         view = self.view
@@ -172,7 +188,7 @@ class AgreementState:
         return sorted(
             peer
             for peer, asked_ms in self._book.joiners.items()
-            if asked_ms >= oldest and peer not in inside and not self._book.gone(peer)
+            if asked_ms >= oldest and peer not in inside and not self._book.gone(peer) and not self._shunned(peer)
         )
 
     def _last_peers(self) -> tuple[str, ...]:

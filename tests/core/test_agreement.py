@@ -411,6 +411,49 @@ class TestAdoption:
         cluster.wait(3_000)
         assert cluster["b"].view is not None and cluster["b"].view.view_epoch == 2
 
+    def fail_with_b(self, cluster: Cluster) -> None:
+        """The reduction of a view in which b learns fails, as each voter is told."""
+        view = cluster["a"].view
+        assert view is not None and "b" in [learner.peer_id for learner in view.learners]
+        cluster.do("a", cluster["a"].wants_change("broken", cluster.now, at_once=True))
+        cluster.do("a", cluster["a"].wants_change("b: broken", cluster.now, at_once=True))
+        cluster.deliver()
+        cluster.wait(1_000)
+
+    def ask(self, cluster: Cluster) -> bool:
+        """b asks to be let in; whether that changes the view."""
+        cluster.do("a", cluster["a"].join_requested("b", cluster.now))
+        wanted = cluster["a"].change_wanted
+        if wanted:
+            cluster.do("a", cluster["a"].at_barrier(cluster.now))
+            cluster.deliver()
+        return wanted
+
+    def test_a_learner_with_whom_nothing_works_is_let_in_less_and_less(self) -> None:
+        cluster = Cluster("a").run("a")
+        cluster.start("b")
+        assert self.ask(cluster)
+        cluster.now += 20_000
+        self.fail_with_b(cluster)
+        assert cluster.standing("ab").view_epoch == 3, "once may be anybody's fault"
+        pauses = []
+        for _ in range(3):
+            cluster.now += 20_000
+            self.fail_with_b(cluster)
+            cluster.standing("a")
+            cluster["a"].complete(
+                state(cluster["a"].view.view_epoch, cluster["a"].completed.lineage[1] + 1), cluster.now
+            )  # type: ignore[union-attr]
+            failed = cluster.now
+            while not self.ask(cluster):
+                cluster.now += 500
+            pauses.append(cluster.now - failed)
+        assert pauses[0] < pauses[1] < pauses[2]
+        cluster.now += 20_000
+        cluster.round("a")
+        self.fail_with_b(cluster)
+        assert "b" in cluster.standing("ab").peers, "a round with it went well in between"
+
     def test_one_that_became_a_voter_is_enough(self) -> None:
         cluster = self.promoted("b")
         done = cluster.round("ab")
