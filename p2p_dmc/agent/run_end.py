@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
 LINGER_S = 2.0
-"""A peer whose run is over answers the others' last headers for this long, and as long after a request for its state."""
+"""A peer whose run is over answers the others' last headers for this long, and after a request for its state, too."""
 MOST_LINGER_S = 300.0
 """Whoever downloads the final state in that time has it: a peer that was still catching up when the run ended."""
 
