@@ -64,7 +64,7 @@ def run_meta(run: Run) -> RunMeta:
         quorum=desk.quorum,
         backend=desk.backend,
         on_lost=desk.on_lost,
-        replaced=tuple(r.history for r in run.replaced[:REPLACED_TOLD]),
+        replaced=tuple(r.history for r in run.replaced if r.evicted)[:REPLACED_TOLD],
     )
 
 
@@ -128,9 +128,9 @@ class Entrance:
     def rivals(self, mine: RunMeta, peers: Sequence[OtherPeer]) -> Step | None:
         """Whether somebody continues another history of this run; None if not. Ask now and then, in a view too.
 
-        Different histories never merge by lineage: one that another took the place of yields, one that has committed
-        nothing, and with quorum "any" the one with fewer samples committed. Otherwise both name each other, and the
-        user chooses.
+        Different histories never merge by lineage: one whose place another took by eviction yields, one that has
+        committed nothing, and with quorum "any" the one with fewer samples committed. Otherwise both name each other,
+        and the user chooses.
         """
         strangers = [p for p in peers if mine.history and p.meta.history not in (b"", mine.history)]
         successors = [p for p in strangers if mine.history in p.meta.replaced]

@@ -65,7 +65,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
             "base": _view_to_json(promises.base),
             "known": _view_to_json(promises.known),
             "pending": [_view_to_json(v) for v in promises.pending],
-            "replaced": [[r.history.hex(), list(r.lineage)] for r in promises.replaced],
+            "replaced": [[r.history.hex(), list(r.lineage), r.evicted] for r in promises.replaced],
             "closed": record.closed,
             "boot": record.boot,
         },
@@ -89,8 +89,8 @@ def load_record(folder: Path) -> RunRecord | None:
             known=_view_from_json(data["known"]),
             pending=pending,
             replaced=tuple(
-                Replaced(history=bytes.fromhex(h), lineage=(int(at[0]), int(at[1])))
-                for h, at in data.get("replaced", ())
+                Replaced(history=bytes.fromhex(h), lineage=(int(at[0]), int(at[1])), evicted=bool(evicted))
+                for h, at, evicted in data.get("replaced", ())
             ),
         )
         return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))

@@ -217,6 +217,10 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
     faults: list[str] = []
     at = head
     while at > START:
+        if at[0] not in views and (parent := _parent(journals, history)):
+            history = parent
+            views, completed = _views_that_count(journals, history), _completed(journals, history)
+            continue
         if at[0] not in views:
             faults.append(f"view {at[0]} is in history, but in no journal")
             break
@@ -229,10 +233,14 @@ def winning_rounds(journals: Sequence[PeerJournal], history: str) -> tuple[Linea
         if not begins < at:
             faults.append(f"view {at[0]} starts from {begins}, which does not come before it")
             break
-        if parent := views[at[0]].get("parent"):
-            views, completed = _views_that_count(journals, parent), _completed(journals, parent)
         at = begins
     return head, rounds[::-1], faults
+
+
+def _parent(journals: Sequence[PeerJournal], history: str) -> str:
+    """The history whose place this one took; "" when it took nobody's."""
+    views = (view for journal in journals for view in journal.of("view") if view["history"] == history)
+    return next((str(view["parent"]) for view in views if view.get("parent")), "")
 
 
 def _completed(journals: Sequence[PeerJournal], history: str) -> dict[Lineage, Line]:

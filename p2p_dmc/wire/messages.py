@@ -65,9 +65,7 @@ class RunMeta:
     quorum: str  # the run's, for peers whose command names none; "" before it is settled
     backend: str
     on_lost: str
-    replaced: tuple[
-        bytes, ...
-    ] = ()  # histories that this one took the place of: whoever is in one gives it up
+    replaced: tuple[bytes, ...] = ()  # whose place `history` took by eviction: who is in one gives it up
 
     def __post_init__(self) -> None:
         if not 0 <= self.boot <= NUMBER_MAX or self.quorum not in QUORUMS:

@@ -43,7 +43,7 @@ PROMISES = Promises(
     base=VIEW,
     known=None,
     courted=b"c" * 16,
-    replaced=(Replaced(history=b"o" * 16, lineage=(2, 5)),),
+    replaced=(Replaced(history=b"o" * 16, lineage=(2, 5), evicted=True),),
     pending=(VIEW, replace(VIEW, view_epoch=4)),
 )
 RECORD = RunRecord(promises=PROMISES, closed=True, boot=5)

@@ -27,7 +27,7 @@ from p2p_dmc.wire.messages import BulkKind, BulkRequest
 from tests.agent.helpers import DATASET, NUMEL, PARAMETERS, POLICY, Around, fill, state, surroundings
 
 OLD = b"o" * 16
-PROMISES = Promises(history=b"h" * 16, replaced=(Replaced(history=OLD, lineage=(2, 5)),))
+PROMISES = Promises(history=b"h" * 16, replaced=(Replaced(history=OLD, lineage=(2, 5), evicted=True),))
 """Of a peer that went on under a new history from round 5 of view 2 of the old one."""
 
 

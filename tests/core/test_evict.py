@@ -41,7 +41,7 @@ def check_new_history(cluster: Cluster, names: str, old: View, gone: Sequence[st
     assert (view.parent, view.evicted) == (old.history, tuple(gone))
     for name in names:
         newest = cluster.disk[name].replaced[0]
-        assert newest == Replaced(history=old.history, lineage=view.start.lineage)
+        assert newest == Replaced(history=old.history, lineage=view.start.lineage, evicted=True)
         assert cluster.disk[name].history == view.history
     return view
 
@@ -140,6 +140,7 @@ def test_any_quorum_needs_no_operator() -> None:
     cluster.wait(3_000)
     view = cluster.standing("b")
     assert (view.parent, view.evicted) == (old.history, ())
+    assert not cluster.disk["b"].replaced[0].evicted, "whoever is in the old one is not bound to give it up"
 
 
 # -- when it is refused, or comes to nothing ----------------------------------------------------------------------

@@ -118,14 +118,18 @@ def test_another_history_is_judged_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_a_history_goes_on_where_it_took_anothers_place(tmp_path: Path, extra: int) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_history_goes_on_where_it_took_anothers_place(tmp_path: Path, extra: int, later: bool) -> None:
     """After an eviction. What the evicted one did in the old history, in a view of the same number, is not in it."""
     journals = crash()
+    second = view_line(2, (1, 2), "a", "b", history="bb") | {"parent": "aa"}
     for rounds, events in journals.values():
-        for event in events:
-            if event["event"] == "view" and event["view_epoch"] == 2:
-                event |= {"history": "bb", "parent": "aa", "view_id": "id2bb"}
-        assert rounds
+        events[:] = [events[0], *([second, *events[2:]] if len(events) > 1 else [])]
+        if later and len(events) > 1:  # no round was completed in the first view of the new history
+            events.insert(2, view_line(3, (1, 2), "a", "b", history="bb") | {"parent": ""})
+            for line in rounds:
+                if line["view_epoch"] == 2:
+                    line |= {"view_epoch": 3, "time": line["time"] + 100}
     alone = [
         round_line(2, 3 + i, 0, 5 + i, (0, 3 + i, 4 + i)) | {"digest": f"alone{i}"} for i in range(extra)
     ]

@@ -135,7 +135,9 @@ SPECIAL: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
     Propose: _proposals,
     MemberRecord: _records,
     StateRef: lambda: st.builds(StateRef, lineage=st.tuples(COUNTS, COUNTS), digest=DIGESTS),
-    Replaced: lambda: st.builds(Replaced, history=DIGESTS, lineage=st.tuples(COUNTS, COUNTS)),
+    Replaced: lambda: st.builds(
+        Replaced, history=DIGESTS, lineage=st.tuples(COUNTS, COUNTS), evicted=st.booleans()
+    ),
     Withdrawal: lambda: st.builds(
         Withdrawal,
         **_fields_of(Withdrawal, stopped=st.builds(Stopped, **_fields_of(Stopped, withdrawn=st.just(True)))),
