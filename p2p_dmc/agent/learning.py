@@ -48,8 +48,6 @@ class Learning:
         self.frozen = False
         self.frozen_s = 0.0
         self._reducing: BarrierResult | None = None
-        self._weightless: BarrierResult | None = None
-        """Everybody stands at the barrier with nothing to reduce: whether the round counts, the voters' next say."""
 
     def start(self) -> None:
         """The view is open."""
@@ -96,17 +94,23 @@ class Learning:
             return
         if any(voter.peer_id == peer_id for voter in self.view.voters):
             self.catch_up.heard((self.view.view_epoch, header.round - 1), header.digest)
-            if self._weightless is not None and header.round == self.barrier.round + 1:
-                self._keep(self._weightless, reduced=False)
+            weightless = self._weightless()
+            if weightless is not None and header.round == self.barrier.round + 1:
+                self._keep(weightless, reduced=False)
                 return
         self.check_barrier()
+
+    def _weightless(self) -> BarrierResult | None:
+        """Everybody stands at the barrier with nothing to reduce: whether the round counts, the voters' next say."""
+        result = self.barrier.result()
+        return result if result is not None and not any(result.weights) else None
 
     def repeat(self) -> None:
         """Time has passed: say my header again to whoever has not answered; the flag may have been raised since."""
         own = self.barrier.own
         if self.frozen or own is None or self._reducing is not None:
             return
-        if self._weightless is not None and own.change != self._change():
+        if self._weightless() is not None and own.change != self._change():
             own = replace(own, change=self._change())
             self.barrier.say(own)
             self._tell(own)
@@ -125,9 +129,7 @@ class Learning:
         elif result.closing and not result.final:
             self.frozen = True
             self.host.stopped()
-        elif result.final or result.change:
-            self._weightless = None  # the voters say how the run ended, or propose
-        elif any(result.weights):
+        elif any(result.weights) and not result.change:  # else the voters propose, or say what it comes to
             self._reducing = result
             self.catch_up.reducing()
             self.host.to_trainer(
@@ -139,8 +141,6 @@ class Learning:
                     slot_path=str(self.keeper.scratch()),
                 )
             )
-        else:
-            self._weightless = result
 
     def round_ready(self, said: RoundReady) -> None:
         """Of no meaning: this trainer contributes nothing yet."""
@@ -154,7 +154,7 @@ class Learning:
             self._keep(result, reduced=True)
 
     def _keep(self, result: BarrierResult, *, reduced: bool) -> None:
-        self._reducing = self._weightless = None
+        self._reducing = None
         mean = self.keeper.take_scratch() if reduced else None
         self.catch_up.keep(Kept(view=self.view, round=self.barrier.round, result=result, mean=mean))
         self.barrier.next_round()
@@ -165,4 +165,4 @@ class Learning:
         if not self.frozen:
             self.frozen, self.frozen_s = True, time.monotonic()
             self.catch_up.quiet()
-        self._reducing = self._weightless = None
+        self._reducing = None
