@@ -6,7 +6,6 @@ import importlib
 import json
 import random
 import re
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -252,7 +251,7 @@ def test_foreign_peers_are_processes_that_can_be_hurt_and_brought_back(tmp_path:
     script = tmp_path / "peer.py"
     script.write_text(
         "import json, os, subprocess, sys, time\n"
-        "subprocess.Popen(['sleep', '1000'])\n"
+        "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         "for i in range(1000):\n"
         "    line = {'time': time.time(), 'number': i, 'world': 3, 'group': 'g', 'digest': ''}\n"
         "    open(os.environ['RECOVERY_STEPS'], 'a').write(json.dumps(line) + '\\n')\n"
@@ -274,22 +273,18 @@ def test_foreign_peers_are_processes_that_can_be_hurt_and_brought_back(tmp_path:
         assert len(peers.steps("p0")) == seen
         peers.bring_back("silence", "p0")
         wait_for(lambda: len(peers.steps("p0")) > seen)
-        old = peers._peers["p1"].pid
+        assert alive(peers, "p1") == 2
         peers.fault("tree", "p1")
-        wait_for(lambda: not session(old))
+        wait_for(lambda: not alive(peers, "p1"))
         peers.bring_back("tree", "p1")
         seen = len(peers.steps("p1"))
         wait_for(lambda: len(peers.steps("p1")) > seen)
-        started = [old, *(process.pid for process in peers._peers.values())]
-    wait_for(lambda: not any(map(session, started)))
+    wait_for(lambda: not any(alive(peers, name) for name in peers.names))
 
 
-def session(leader: int) -> bool:
-    """Whether anything of it lives."""
-    listed = subprocess.run(
-        ["ps", "-o", "stat=", "-s", str(leader)], capture_output=True, text=True, check=False
-    )
-    return any(not state.startswith("Z") for state in listed.stdout.split())
+def alive(peers: Any, name: str) -> int:
+    """How many processes of a peer there are, whoever their parent is."""
+    return len(peers.processes(name))
 
 
 def wait_for(condition: Any) -> None:

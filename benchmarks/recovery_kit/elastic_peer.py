@@ -24,7 +24,7 @@ def main() -> None:
         task.model.load_state_dict(state["model"])
     model = DistributedDataParallel(task.model)
     world = dist.get_world_size()
-    group = f"{os.environ['MASTER_PORT']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{world}"
+    group = f"{os.environ['MASTER_PORT']}-{world}"  # a port of its own for each group
     while True:
         task.backward(model)
         task.optimizer.step()

@@ -21,6 +21,8 @@ from recovery_kit.steps import Step
 FOLDER = Path(__file__).parent
 POLL_S = 0.02
 TAIL = 15
+MARK, CENTRAL = "RECOVERY_PEER", "central"
+"""Every process carries in its environment whose it is."""
 
 
 class Foreign:
@@ -49,8 +51,9 @@ class Foreign:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for mark in (*self.names, CENTRAL):
+            self.signal(mark, signal.SIGKILL)
         for process in (*self._peers.values(), *self._central):
-            signal_session(process.pid, signal.SIGKILL)
             process.wait(10)
         self._temporary.cleanup()
 
@@ -72,6 +75,7 @@ class Foreign:
         """A process in a session of its own."""
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self.environment(), **more}
+        environment.setdefault(MARK, self._mark(CENTRAL))
         with (self.folder / f"{log}.log").open("ab") as output:
             return subprocess.Popen(
                 [str(word) for word in command],
@@ -87,9 +91,33 @@ class Foreign:
         """A process that is no peer; it is never hurt."""
         self._central.append(self.launch(command, log))
 
+    def _mark(self, name: str) -> str:
+        return f"{self.folder}:{name}"
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """All that live and descend from a peer's, in whatever session they are."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark(
+                    name
+                ):
+                    found.append(process)
+        return found
+
+    def signal(self, name: str, number: int) -> float:
+        """One signal to all of a peer's processes; when, in unix seconds."""
+        found = self.processes(name)
+        when = time.time()
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        return when
+
     def _start(self, name: str) -> None:
         steps = str(self.folder / f"{name}.steps")
-        self._peers[name] = self.launch(self.command(name), name, RECOVERY_STEPS=steps)
+        marked = {MARK: self._mark(name), "RECOVERY_STEPS": steps}
+        self._peers[name] = self.launch(self.command(name), name, **marked)
 
     # -- Contestant --------------------------------------------------------------------------------------------
 
@@ -108,14 +136,11 @@ class Foreign:
         return frozenset({len(self.names) - 1})
 
     def fault(self, kind: str, name: str) -> float:
-        pid, when = self._peers[name].pid, time.time()
         if kind == "leave":
-            os.kill(pid, signal.SIGTERM)
-        elif kind == "silence":
-            signal_session(pid, signal.SIGSTOP)
-        else:
-            signal_session(pid, signal.SIGKILL)
-        return when
+            when = time.time()
+            self._peers[name].terminate()
+            return when
+        return self.signal(name, signal.SIGSTOP if kind == "silence" else signal.SIGKILL)
 
     def noticed(self, name: str, when: float) -> float | None:
         return None
@@ -123,11 +148,11 @@ class Foreign:
     def bring_back(self, kind: str, name: str) -> None:
         process = self._peers[name]
         if kind == "silence":
-            signal_session(process.pid, signal.SIGCONT)
+            self.signal(name, signal.SIGCONT)
             if process.poll() is None:
                 return
         elif kind != "trainer":
-            signal_session(process.pid, signal.SIGKILL)
+            self.signal(name, signal.SIGKILL)
             process.wait(10)
         if process.poll() is not None:
             self._start(name)
@@ -226,14 +251,6 @@ class Elastic(Foreign):
 
 
 NEIGHBOURS: tuple[type[Foreign], ...] = (Torchft, Hivemind, Elastic)
-
-
-def signal_session(leader: int, number: int) -> None:
-    """One signal to every process of a session."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == leader:
-                process.send_signal(number)
 
 
 def free_port() -> int:

@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ Sample = dict[str, Any]
 
 NAMES = ("a", "b", FLAPPING)
 SAMPLES, EPOCHS = 400, 100_000
-QUICK_CHANGES = 150
+QUICK_S = 60.0
+"""With --quick it ends after so long, however many changes that were."""
 LOOK_EVERY = 5
 """Changes between two looks."""
 WARM = 0.2
@@ -79,7 +81,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> int:
     args = arguments()
-    result = soak(QUICK_CHANGES if args.quick else args.changes, args.seed)
+    result = soak(args.changes, args.seed, QUICK_S if args.quick else float("inf"))
     if args.out:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "views.json").write_text(json.dumps(result) + "\n")
@@ -102,8 +104,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def soak(changes: int, seed: int) -> dict[str, Any]:
-    """Start three peers, look at two of them until so many views have come, and judge."""
+def soak(changes: int, seed: int, limit_s: float) -> dict[str, Any]:
+    """Start three peers, look at two of them until so many views have come or so long has passed, and judge."""
     result: dict[str, Any] = {"changes": 0, "rounds": 0, "seconds": 0.0, "bounds": BOUNDS, "series": []}
     with tempfile.TemporaryDirectory(prefix="dmc-views-") as folder:
         data = write_samples(Path(folder) / "tiny", SAMPLES, seed)
@@ -112,7 +114,7 @@ def soak(changes: int, seed: int) -> dict[str, Any]:
             problems = []
             try:
                 stable = start(cluster, data, launcher)
-                watch(cluster, stable, changes, result)
+                watch(cluster, stable, changes, limit_s, result)
             except AssertionError as error:
                 problems.append(str(error).partition("\n")[0])
             judge(cluster, result, problems)
@@ -143,20 +145,25 @@ def start(cluster: Cluster, data: Path, launcher: Path) -> list[Peer]:
     return peers[:2]
 
 
-def watch(cluster: Cluster, stable: Sequence[Peer], changes: int, result: dict[str, Any]) -> None:
+def watch(
+    cluster: Cluster, stable: Sequence[Peer], changes: int, limit_s: float, result: dict[str, Any]
+) -> None:
     """Look after every few changes; AssertionError when none come any more."""
     began_s, first = time.monotonic(), stable[0]
     base, rounds = len(first.events("view")), len(first.rounds())
     due = 0
-    while result["changes"] < changes:
-        cluster.wait(
-            lambda due=due: len(first.events("view")) - base >= due, f"change {due} of the view", STALLED_S
-        )
+    while result["changes"] < changes and result["seconds"] < limit_s:
+        cluster.wait(partial(views_since, first, base, due), f"change {due} of the view", STALLED_S)
         result["changes"] = len(first.events("view")) - base
         result["rounds"] = len(first.rounds()) - rounds
         result["seconds"] = round(time.monotonic() - began_s, 1)
         result["series"].append({"changes": result["changes"], **look(stable)})
         due = result["changes"] + LOOK_EVERY
+
+
+def views_since(peer: Peer, base: int, due: int) -> bool:
+    """Whether it has installed so many views after the first ``base``."""
+    return len(peer.events("view")) - base >= due
 
 
 def look(stable: Sequence[Peer]) -> Sample:
