@@ -109,7 +109,7 @@ def report_view(run: Run, view: View) -> None:
         parent=view.parent.hex(),
     )
     for peer_id in view.evicted:
-        run.event("evicted", peer_id=peer_id, view_epoch=view.view_epoch)
+        run.event("evicted", peer_id=peer_id, view_epoch=view.view_epoch, history=view.history.hex())
     remember_names(run, view)
 
 
