@@ -22,6 +22,7 @@ class LearningHost(Protocol):
     def to_trainer(self, message: object) -> None: ...
     def to_member(self, peer_id: str, message: object) -> None: ...
     def change_wanted(self) -> bool: ...
+    def proved(self) -> None: ...
     def diverged(self, odd: tuple[MemberId, ...], me: bool) -> None: ...
     def stopped(self) -> None: ...
 
@@ -47,6 +48,8 @@ class Learning:
         self.me = view.members.index(me)
         self.frozen = False
         self.frozen_s = 0.0
+        self.proved = False
+        """A reduction with this peer went well, or there is none to be had before it votes and trains."""
         self._reducing: BarrierResult | None = None
 
     def start(self) -> None:
@@ -129,7 +132,9 @@ class Learning:
         elif result.closing and not result.final:
             self.frozen = True
             self.host.stopped()
-        elif any(result.weights) and not result.change:  # else the voters propose, or say what it comes to
+        elif not any(result.weights):
+            self._prove()  # the data may be here that the others wait for
+        elif not result.change:  # else the voters propose, or say what it comes to
             self._reducing = result
             self.catch_up.reducing()
             self.host.to_trainer(
@@ -141,6 +146,11 @@ class Learning:
                     slot_path=str(self.keeper.scratch()),
                 )
             )
+
+    def _prove(self) -> None:
+        if not self.proved:
+            self.proved = True
+            self.host.proved()
 
     def round_ready(self, said: RoundReady) -> None:
         """Of no meaning: this trainer contributes nothing yet."""
@@ -155,6 +165,8 @@ class Learning:
 
     def _keep(self, result: BarrierResult, *, reduced: bool) -> None:
         self._reducing = None
+        if reduced:
+            self._prove()
         mean = self.keeper.take_scratch() if reduced else None
         self.catch_up.keep(Kept(view=self.view, round=self.barrier.round, result=result, mean=mean))
         self.barrier.next_round()

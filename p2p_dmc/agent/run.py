@@ -44,6 +44,8 @@ from p2p_dmc.wire import trainer_messages as local
 
 log = logging.getLogger("p2p_dmc.run")
 
+UNPROVEN_SAID = 2
+"""After so many failed reductions in a row a learner says what may be the reason."""
 STUCK_S = 1.0
 """An attempt that has not led to a view for so long may need peers that have come since."""
 
@@ -78,6 +80,8 @@ class Run:
         self.in_flight: tuple[int, int] | None = None
         self.parked = False
         """The trainer waits for a view, and does nothing but reduce until it trains in one."""
+        self._unproven = 0
+        """Reductions in a row that failed while this peer was learning."""
         self._early_lease: int | None = None
         self._tasks = Tasks(self._failed)
         self.spawn = self._tasks.spawn
@@ -210,6 +214,12 @@ class Run:
         if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
             return
         self.event("round_failed", view_epoch=message.view_epoch, round=message.round, reason=message.reason)
+        self._unproven += self.learning is not None
+        if self._unproven == UNPROVEN_SAID:
+            self.services.say(
+                "reductions with this peer fail, so the others go on without it and try again now and then: "
+                "see that TCP connections between the machines are let through on all ports"
+            )
         failed = messages.GroupFailed(
             view_epoch=self.view.view_epoch, view_id=self.view.view_id, reason=message.reason[:200]
         )
@@ -411,6 +421,11 @@ class Run:
     def rounds(self) -> Training | Learning | None:
         """What goes on in the view that stands, or stood last."""
         return self.training or self.learning
+
+    def proved(self) -> None:
+        """As a learner this peer can be reduced with."""
+        self._unproven = 0
+        self.views.proved()
 
     def stopped(self) -> None:
         """The voters stopped the run while this peer was learning: it has nothing to close."""

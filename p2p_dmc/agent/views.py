@@ -46,6 +46,8 @@ class Views:
         """Strikes that this view's members brought: the ledger of its first complete round has them."""
         self._catch_up: CatchUp | None = None
         self._catching_up: Task[None] | None = None
+        self._withheld: Held | None = None
+        """What this learner holds and does not say yet: it would be made a voter, and perhaps stop the others."""
 
     # -- the end of one ---------------------------------------------------------------------------------------------
 
@@ -201,6 +203,7 @@ class Views:
             )
             self._catching_up = run.spawn(self._catch_up.run())
         spec = run_files.payload_spec(ready.parameters)
+        self._withheld = None
         run.learning = Learning(run, view, run.me, self._catch_up, spec, run.keeper)
         self._catch_up.enter(view)
         run.to_trainer(learning_started(run, view))
@@ -208,11 +211,20 @@ class Views:
         run.learning.start()
         run.members.hand_over(run.learning)
 
+    def proved(self) -> None:
+        """This learner can be reduced with."""
+        held, self._withheld = self._withheld, None
+        if held is not None:
+            self._caught_up(held)
+
     def _caught_up(self, held: Held) -> None:
         """A state that the voters have, too, is held: the first one is adopted, each later one is one round more."""
         run, agreement, catch_up = self._run, self._run.agreement, self._catch_up
         if agreement is None or catch_up is None or run.learning is None or agreement.frozen:
             return  # the next view's start confirms it, or nothing does
+        if not run.learning.proved:
+            self._withheld = held
+            return
         was_behind = agreement.behind
         if was_behind:
             ready = agreement.adopted(held.ref, now_ms())

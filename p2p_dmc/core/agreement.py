@@ -267,6 +267,8 @@ class Agreement(AgreementMachine):
     def adopted(self, state: StateRef, now_ms: int) -> Ready:
         """The view's start state, or a newer one of this view (a learner's), is held and verified.
 
+        A learner says so once a reduction with it has gone well: as a voter it would stop the others where none does.
+
         Refused while frozen, for what was said is final; then it is said in the next attempt (keep it).
         """
         self._begin(now_ms)

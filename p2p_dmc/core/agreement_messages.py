@@ -386,9 +386,9 @@ class AgreementSettings:
     """An attempt that cannot end as it is (somebody came back, sets disagree) is replaced then; doubles."""
     stuck_max_ms: int = 60_000
     """Unless there is news: each attempt adds a promise to keep until the next checkpoint."""
-    shun_ms: int = 2_000
+    shun_ms: int = 30_000
     """A learner in whose views two reductions in a row failed is not let in again for so long; doubles each time."""
-    shun_max_ms: int = 128_000
+    shun_max_ms: int = 1_800_000
     cause_ttl_ms: int = 2_000
     """A pre-vote counts for this long; it is repeated four times as often."""
 

@@ -146,7 +146,9 @@ class AgreementState:
             if failures > 1:
                 gap_ms = min(self._settings.shun_max_ms, self._settings.shun_ms << min(failures - 2, 20))
                 self._shunned_ms[learner.peer_id] = self._now + gap_ms
-                self._note(f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} reductions with it failed")
+                self._note(
+                    f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} reductions with it failed"
+                )
 
     def _cause(self) -> str | None:
         """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
@@ -188,7 +190,10 @@ class AgreementState:
         return sorted(
             peer
             for peer, asked_ms in self._book.joiners.items()
-            if asked_ms >= oldest and peer not in inside and not self._book.gone(peer) and not self._shunned(peer)
+            if asked_ms >= oldest
+            and peer not in inside
+            and not self._book.gone(peer)
+            and not self._shunned(peer)
         )
 
     def _last_peers(self) -> tuple[str, ...]:

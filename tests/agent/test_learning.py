@@ -29,6 +29,7 @@ class Host:
         self.mail: list[tuple[str, RoundHeader]] = []
         self.calls: list[tuple[Any, ...]] = []
         self.change = False
+        self.proofs = 0
 
     def to_trainer(self, message: object) -> None:
         self.trainer.append(message)
@@ -39,6 +40,9 @@ class Host:
 
     def change_wanted(self) -> bool:
         return self.change
+
+    def proved(self) -> None:
+        self.proofs += 1
 
     def diverged(self, odd: tuple[MemberId, ...], me: bool) -> None:
         self.calls.append(("diverged", tuple(m.peer_id for m in odd), me))
@@ -315,3 +319,22 @@ def test_a_slot_that_is_kept_is_taken_from_the_keeper_once(one: Learner) -> None
     one.reduced()
     assert one.keeper._scratch is None and one.catch_up.kept[0].mean == scratch
     assert one.keeper.pool()._pins[scratch] == 1
+
+
+def test_one_reduction_that_went_well_is_proof(one: Learner) -> None:
+    """Before that this peer does not say what it holds: as a voter it might stop the others."""
+    one.all_stand()
+    assert one.host.proofs == 0 and not one.learning.proved
+    for _ in range(2):
+        one.reduced()
+        one.all_stand()
+    assert one.host.proofs == 1 and one.learning.proved
+    for kept in one.catch_up.kept:
+        assert kept.mean is not None
+        one.keeper.pool().unpin(kept.mean)
+
+
+def test_where_nothing_can_be_reduced_no_proof_is_needed(one: Learner) -> None:
+    """The others may be waiting for the data that this peer has."""
+    one.all_stand(samples=0)
+    assert one.host.proofs == 1
