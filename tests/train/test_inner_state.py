@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +313,35 @@ def test_a_writer_that_dies_anywhere_leaves_the_old_or_the_new(
     written(tmp_path, steps=7)
     assert float(read(tmp_path).tensors["0.weight/step"]) == 7
     assert sorted(os.listdir(tmp_path)) == sorted([TENSORS, META]), "leftovers"
+
+
+def write_for_ever(folder: Path, state: InnerState, line: Connection) -> None:
+    number = 0
+    while True:
+        number += 1
+        tensors = {key: torch.full_like(tensor, number) for key, tensor in state.tensors.items()}
+        inner_state.write(folder, replace(state, ahead=number, tensors=tensors))
+        line.send(number)
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_state(tmp_path: Path) -> None:
+    """A real process and a real SIGKILL, a few times, each while it writes."""
+    state = written(tmp_path)
+    forked = multiprocessing.get_context("fork")
+    for kill in range(6):
+        line, its_line = forked.Pipe(duplex=False)
+        writer = forked.Process(target=write_for_ever, args=(tmp_path, state, its_line))
+        writer.start()
+        its_line.close()
+        while (announced := line.recv()) < 2 + kill % 3:
+            pass
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+        found = read(tmp_path)
+        assert found.ahead >= announced
+        assert all(bool((tensor == found.ahead).all()) for tensor in found.tensors.values())
+        line.close()
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
