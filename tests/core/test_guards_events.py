@@ -113,8 +113,9 @@ class TestStanding:
         assert word is not None
         old = replace(word, sender=member("c"), n=1, candidates=("b", "c"), voters=("b", "c"))
         cluster["a"]._book.greatest_n.clear()
-        cluster.do("a", cluster["a"].receive(old, cluster.now))
+        ready = cluster.do("a", cluster["a"].receive(old, cluster.now))
         assert not cluster["a"].left_out
+        assert told(ready) == [("c", "Propose")] and last_word(ready).n == 2, "it is told what stands now"
 
     def test_the_word_of_this_very_view_says_nothing_new(self) -> None:
         cluster = Cluster("ab").run("ab")
@@ -564,6 +565,19 @@ class TestDeadlines:
         assert cluster["b"].next_deadline_ms(cluster.now) == cluster.now + 500
         assert told(later(cluster, "b", 400)) == []
         assert told(later(cluster, "b", 100)) == [("a", "Cause"), ("c", "Cause")]
+
+    def test_a_voter_that_fetches_the_start_repeats_its_word(self) -> None:
+        """It says no header yet: whoever has left the view learns from this that others have not."""
+        cluster = Cluster("abc")
+        cluster.found()
+        assert cluster["b"].behind and cluster["b"].next_deadline_ms(cluster.now) == cluster.now + 2_000
+        assert told(later(cluster, "b", 1_999)) == []
+        assert told(later(cluster, "b", 1)) == [("a", "Propose"), ("c", "Propose")]
+        assert told(later(cluster, "b", 1_999)) == [] and told(later(cluster, "a", 1)) == []
+        cluster.adopt("b")
+        assert cluster["b"].next_deadline_ms(cluster.now) == cluster.now + IDLE_MS
+        cluster = with_learner()
+        assert told(later(cluster, "c", 20_000)) == [], "nobody waits for a learner"
 
     def test_it_lies_ahead(self) -> None:
         cluster = Cluster("ab").run("ab")
