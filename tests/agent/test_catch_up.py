@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("learner", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_download_and_replay_give_what_the_voters_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, learner: int
 ) -> None:
