@@ -29,8 +29,8 @@ def test_either_may_crash(cluster: Cluster, data: Path) -> None:
     finish(cluster, peers)
 
 
-def test_the_first_goes_on_without_one_that_vanished(cluster: Cluster, data: Path) -> None:
-    """And the other one joins it again when it is back."""
+def test_one_that_vanishes_is_waited_for_only_if_it_is_the_first(cluster: Cluster, data: Path) -> None:
+    """All under one history: nothing that either has done is lost. Who waits says for whom, and goes on by itself."""
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, NAMES[:2])
     first, second = in_ring_order(peers)
@@ -38,14 +38,6 @@ def test_the_first_goes_on_without_one_that_vanished(cluster: Cluster, data: Pat
     go_on_without(cluster, [first], second.peer_id, when, limit_s=SILENCE_S)
     second.go_on()
     train_together(cluster, peers, after=when)
-    finish(cluster, peers)
-
-
-def test_the_other_one_waits_for_the_first_until_it_is_back(cluster: Cluster, data: Path) -> None:
-    """It says for whom, and goes on by itself, under the same history: nothing that either has done is lost."""
-    seed = cluster.seed(data, "--name", "tiny")
-    peers = start(cluster, seed, NAMES[:2])
-    first, second = in_ring_order(peers)
     when = first.stop()
     see_it_wait(cluster, second, first, when)
     first.go_on()
