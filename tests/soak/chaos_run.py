@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -29,12 +30,12 @@ PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing
 SAMPLES, SAMPLE_BYTES = 512, 700
 EPOCHS_PER_FAULT = 0.4
 DELAY_MS = 60
-START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 40.0, 45.0, 90.0, 180.0
+START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 30.0, 30.0, 75.0, 150.0
 CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
 AT_ONCE = (1, 2, 3, 3)
 """How many faults come together."""
-MEANWHILE = (0, 1, 2, 2, 3)
+MEANWHILE = (0, 1, 2, 3, 4)
 """How many more come to others while a peer that died comes back, each for BRIEF_S at least."""
 BRIEF_S, SOON_S = (0.5, 2.0), 5.0
 AGAIN = 5
@@ -121,7 +122,7 @@ class ChaosRun:
                 self.judge()
             except AssertionError as error:
                 self.outcome.hung = True
-                self.outcome.found.append(str(error).partition("\n")[0])
+                self.outcome.found.append(f"{str(error).partition(chr(10))[0]}; {self.where()}")
             self.left_behind()
             if self.outcome.found and keep is not None:
                 self.keep(keep / f"chaos-{self.outcome.name}-{time.time_ns()}")
@@ -231,6 +232,8 @@ class ChaosRun:
         for fault in happened:
             records[id(fault)].recovered_s = round(back - fault.when, 2)
         self.await_notice(happened, records, NOTICE_S)
+        for fault in happened:
+            print(*asdict(records[id(fault)]).values(), sep=" | ", file=sys.stderr, flush=True)
         self.measure()
 
     def meanwhile(self, records: dict[int, Record]) -> list[Fault]:
@@ -304,9 +307,7 @@ class ChaosRun:
             restarts += len(down)
             assert restarts <= AGAIN, f"{[p.name for p in down]} end again and again"
             self.revive()
-            assert time.monotonic() < end_s, (
-                f"not so after {deadline_s:g} s: all train together again; {self.where()}"
-            )
+            assert time.monotonic() < end_s, f"not so after {deadline_s:g} s: all train together again"
             time.sleep(0.05)
 
     def trains(self, peer: Peer, after: float, newer: int) -> bool:
