@@ -20,6 +20,8 @@ def deliver_all(world: World) -> bool:
     """Everything that is on its way now arrives; False if there was nothing."""
     from tests.sim.decisions import deliver
 
+    if not world.network.flying:
+        return False
     links = [(link, len(queue)) for link, queue in sorted(world.network.flying.items())]
     for (source, destination), count in links:
         if not world.hosts[destination].asleep:
@@ -31,8 +33,9 @@ def deliver_all(world: World) -> bool:
 def calm(world: World, ms: int) -> None:
     """So much time passes in which everybody does its work."""
     end = world.now + ms
-    while world.now < end:
+    while world.now < end and any(host.up for host in world.hosts.values()):
         turn(world)
+    world.now = world.detector.now_ms = max(world.now, end)
 
 
 def turn(world: World) -> None:
@@ -183,10 +186,10 @@ def settle(world: World) -> None:
     living = [host for host in world.hosts.values() if host.boot]
     while world.now < end:
         turn(world)
-        if world.quorum is Quorum.ANY and world.now % 1_000 == 0:
+        if world.quorum is Quorum.ANY and world.now // TURN_MS % 40 == 0:
             for host in living:
                 yield_history(world, host)
-        if all(host.outcome == "finished" for host in living):
+        if world.over():
             return
         for host in living:
             if host.core is None:  # stopped by agreement just now

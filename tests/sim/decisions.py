@@ -89,9 +89,9 @@ def drop(world: World, source: str, destination: str, index: int = 0) -> None:
 
 
 @verb
-def flush(world: World) -> None:
-    """flush: everything on its way arrives, in the order in which it was sent on each link, and so on until quiet."""
-    for _ in range(100):
+def flush(world: World, times: int = 100) -> None:
+    """flush [N]: everything on its way arrives, in order on each link, N times or until nobody says anything more."""
+    for _ in range(times):
         if not calm.deliver_all(world):
             return
 
@@ -110,13 +110,12 @@ def settle(world: World) -> None:
 
 @verb
 def found(world: World, *names: str) -> None:
-    """found A B C: they find each other and found the run, without trouble."""
+    """found A B C: they find each other, and each begins to found the run with the others."""
     for name in names:
         world.arrive(name)
     for name in names:
-        if (host := _host(world, name)) is not None:
+        if (host := _host(world, name)) is not None and not host.outcome:
             world.act(host, lambda core, now: core.found(tuple(sorted(names)), now))
-    flush(world)
 
 
 # -- cables ----------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ class Checker:
             require(
                 3, start.ref == view.start, "view {} starts from an unknown {}", view.view_epoch, view.start
             )
-            self._no_commit_lost(view.history, start, hosts, f"view {view.view_epoch} of {view.peers}")
+            what = f"view {view.view_epoch} of {view.peers}"
+            self._no_commit_lost(view.history, start, hosts, what, before=view.view_epoch)
 
     def opened(self, host: Host, view: View) -> None:
         """Its assignment is a function of the view and its start state."""
@@ -87,14 +88,21 @@ class Checker:
             1, digest == known, "{} and {} differ in the assignment of view {}", first, host.peer_id, view
         )
 
-    def _no_commit_lost(self, history: bytes, model: Model, hosts: Mapping[str, Host], what: str) -> None:
-        """Whatever was committed and is still remembered by a member of its view is in the model."""
+    def _no_commit_lost(
+        self, history: bytes, model: Model, hosts: Mapping[str, Host], what: str, *, before: int = 0
+    ) -> None:
+        """Whatever was committed and is still remembered by a member of its view is in the model.
+
+        `before`: of commits in views before this one. Somebody may install a view late that others have left.
+        """
         line = self.line.get(history)
         if not line or model.descends_from(line[-1].model):
             return
         for commit in reversed(line):
             if model.descends_from(commit.model):
                 break
+            if before and commit.model.ref.lineage[0] >= before:
+                continue
             for member in commit.voters:
                 host = hosts.get(member.peer_id)
                 if host is None or host.core is None or host.boot != member.boot:
@@ -116,6 +124,14 @@ class Checker:
         self.rounds += 1
         known = self.names.setdefault((view.history, model.ref.lineage), model)
         if known is not model:
+            before = [one.parent.ref if one.parent is not None else None for one in (known, model)]
+            require(
+                3,
+                before[0] == before[1],
+                "round {} follows on two states: {} and {}",
+                model.ref.lineage,
+                *before,
+            )
             require(13, known.tau == model.tau, "tau after {}: {} and {}", *_both(known, model, "tau"))
             require(
                 12, known.ledger == model.ledger, "ledger of {}: {} and {}", *_both(known, model, "ledger")

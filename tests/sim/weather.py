@@ -6,6 +6,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from tests.sim.world import Decision, World
 
@@ -33,14 +34,14 @@ class Weather:
             (lambda: self._one("truth"), 1.0 + rate(1.0)),
             (lambda: self._two("suspect"), rate(2.0)),
             (self._refused, 1.0 + rate(2.0)),
-            (lambda: self._one("adopt"), 2.0 + rate(2.0)),
-            (lambda: self._one("ask"), 1.0 + rate(1.0)),
-            (lambda: self._one("reopen"), rate(0.7)),
-            (lambda: self._one("repeat"), 1.0 + rate(1.0)),
+            (lambda: self._if("adopt", lambda h: h.view is not None and not h.opened), 2.0 + rate(2.0)),
+            (lambda: self._if("ask", lambda h: h.core.view is None), 1.0 + rate(1.0)),
+            (lambda: self._if("reopen", lambda h: h.core.view is None), rate(0.7)),
+            (lambda: self._if("repeat", lambda h: h.own() is not None), 1.0 + rate(1.0)),
             (self._fail, rate(1.5)),
             (self._want, rate(0.7)),
             (lambda: self._one("force"), rate(1.0)),
-            (lambda: self._one("checkpoint"), rate(2.0)),
+            (lambda: self._if("checkpoint", lambda h: h.committed is not h.checkpoint), rate(2.0)),
             (self._cut, rate(0.8)),
             (lambda: self._two("deaf"), rate(0.4)),
             (lambda: ("heal",), 0.3),
@@ -48,9 +49,9 @@ class Weather:
             (self._corner, rate(0.8)),
             (self._restart, rng.choice([0.5, 2.0])),
             (lambda: self._one("freeze"), rate(0.3)),
-            (lambda: self._one("thaw"), 0.6),
+            (self._thaw, 0.6),
             (self._withdraw, rate(0.4)),
-            (lambda: self._one("rejoin"), 0.5 + rate(0.5)),
+            (lambda: self._if("rejoin", lambda h: h.trainer is None), 0.5 + rate(0.5)),
             (self._data, rate(1.0)),
             (lambda: self._one("bad"), rate(0.1)),
             (lambda: self._one("leave"), rate(0.15)),
@@ -69,7 +70,7 @@ class Weather:
         """Some found the run in calm; the others come later."""
         names = sorted(self.world.hosts)
         count = self.rng.randrange(len(names)) + 1
-        return [("found", *names[:count])]
+        return [("found", *names[:count]), ("flush",)]
 
     def next(self) -> list[Decision]:
         """One thing, and the time before it."""
@@ -87,12 +88,27 @@ class Weather:
         names = list(self.world.hosts)
         return names[int(self.rng.random() * len(names))]
 
-    def _one(self, verb: str) -> Decision:
-        return verb, self._name()
+    def _able(self) -> str | None:
+        """Somebody whose agent does something, unless everybody is dead or asleep."""
+        names = [name for name, host in self.world.hosts.items() if host.core is not None and not host.asleep]
+        return names[int(self.rng.random() * len(names))] if names else None
+
+    def _one(self, verb: str) -> Decision | None:
+        name = self._able()
+        return (verb, name) if name is not None else None
+
+    def _if(self, verb: str, sense: Callable[[Any], bool]) -> Decision | None:
+        """Of somebody with whom it makes sense."""
+        able = [h for h in self.world.hosts.values() if h.core is not None and not h.asleep and sense(h)]
+        return (verb, able[int(self.rng.random() * len(able))].peer_id) if able else None
+
+    def _thaw(self) -> Decision | None:
+        asleep = [name for name, host in self.world.hosts.items() if host.asleep]
+        return ("thaw", self.rng.choice(asleep)) if asleep else None
 
     def _two(self, verb: str) -> Decision | None:
-        one, other = self._name(), self._name()
-        return (verb, one, other) if one != other else None
+        one, other = self._able(), self._name()
+        return (verb, one, other) if one is not None and one != other else None
 
     def _message(self) -> Decision | None:
         rng, flying = self.rng, self.world.network.flying
@@ -132,9 +148,8 @@ class Weather:
         dead = [h.peer_id for h in self.world.hosts.values() if h.core is None]
         if not dead:
             return None
-        name = self._name()
-        other = self.rng.choice(dead)
-        return ("refused", name, other) if name != other else None
+        name, other = self._able(), self.rng.choice(dead)
+        return ("refused", name, other) if name is not None else None
 
     def _restart(self) -> Decision | None:
         dead = [h.peer_id for h in self.world.hosts.values() if h.core is None and h.boot]

@@ -106,6 +106,10 @@ class World:
         holders = [h for h in self.hosts.values() if h is host or (h.up and linked(h.peer_id, host.peer_id))]
         return frozenset(shard for holder in holders for shard in holder.holdings)
 
+    def over(self) -> bool:
+        """The run has ended for everybody that is left."""
+        return all(host.outcome == "finished" or not host.boot for host in self.hosts.values())
+
     def say(self, host: Host, line: str) -> None:
         if self.trace is not None:
             self.trace(f"{self.now:7d} {host.peer_id}.{host.boot} {line}")
