@@ -344,6 +344,8 @@ class TestCourting:
         word = last_word(cluster["a"].at_barrier(cluster.now))
         ready = cluster.do("n", cluster["n"].receive(word, cluster.now))
         assert ready.persist is not None and ready.persist.courted == cluster["a"].history
+        again = cluster.do("n", cluster["n"].receive(replace(word, asks=True), cluster.now))
+        assert told(again) == [("a", "Propose")] and again.persist is None, "that is on disk already"
         odd = replace(word, history=OTHER, n=9, sender=member("z"), candidates=("n", "z"), voters=("z",))
         cluster.do("n", cluster["n"].receive(odd, cluster.now))
         assert cluster["n"].promises.courted == cluster["a"].history and cluster["n"].promises.n == word.n
