@@ -340,6 +340,14 @@ def test_what_is_made_once_at_first_is_no_growth() -> None:
     assert views.grown(views.slopes(found)) == []
 
 
+def test_a_line_and_its_error() -> None:
+    """Against the textbook's formula on five points."""
+    views = load_views()
+    assert views.line([1, 2, 3], [2, 4, 6]) == (2000.0, 0.0)
+    slope, error = views.line([0, 1, 2, 3, 4], [0, 1, 0, 1, 0])
+    assert (slope, error) == (0.0, pytest.approx(200.0, abs=0.1))
+
+
 def test_too_few_looks_are_no_proof() -> None:
     views = load_views()
     assert views.grown(views.slopes(series({})[:2])) == ["too few samples for a line"]

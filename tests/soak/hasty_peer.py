@@ -10,20 +10,29 @@ from __future__ import annotations
 import sys
 
 from p2p_dmc.agent.run import Run
+from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.agreement_messages import AgreementSettings
 
 FLAPPING = "flapping"
 PAUSE_MS = 1
 """In place of up to five seconds between attempts in a row, which protect a cluster from a member that flaps."""
+TICK_MS = 20
+"""Of the agent's clock, and between requests to be let in: a cycle is as short as its messages."""
 
 
 def main() -> None:
-    (AgreementSettings.__init__.__kwdefaults__ or {}).update(pause_ms=PAUSE_MS, pause_max_ms=PAUSE_MS)
+    set_default(AgreementSettings, pause_ms=PAUSE_MS, pause_max_ms=PAUSE_MS)
+    set_default(AgentSettings, tick_ms=TICK_MS, join_retry_ms=TICK_MS)
     if FLAPPING in sys.argv:
         flap()
     from p2p_dmc.cli import main as dmc_peer
 
     dmc_peer()
+
+
+def set_default(settings: type, **values: int) -> None:
+    """Of fields of a settings class."""
+    (settings.__init__.__kwdefaults__ or {}).update(values)  # type: ignore[misc]
 
 
 def flap() -> None:

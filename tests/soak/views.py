@@ -10,16 +10,18 @@ between changes taken out, which would make this last for hours.
 What is looked at, for each process: threads, open descriptors, sockets that listen, sockets that are connected,
 children, resident memory; besides, files in shared memory and the size of agreement.json. A straight line is fitted
 through each series, leaving out the first fifth, in which caches fill. A thing left behind by every change is a
-slope of 1000 per thousand changes, one left behind by every hundredth change of 10. The bound is 5 per thousand: a
-group of the collective that is being made or dropped as the program looks moves a count by some units, and the slope
-by less than that. For memory it is 16 MiB per thousand, 16 KiB a change: less than the smallest thing that a view
+slope of 1000 per thousand changes, one left behind by every hundredth change of 10. The bound is 5 per thousand. A
+group of the collective that is being made or dropped as the program looks moves a count by some units: what that
+can do to the slope is its standard error, and three of those are allowed for (little in a thousand changes, more
+with --quick). For memory the bound is 16 MiB per thousand, 16 KiB a change: less than the smallest thing that a view
 makes (a thread's stack, a connection's buffers).
 
 The last line of standard output with --json is one object with these keys:
   changes     views installed by the first peer after the start
   rounds      completed by the first peer meanwhile
   seconds     that took
-  slopes      per process and quantity: how much it grows per thousand changes, by the fitted line
+  slopes      per process and quantity: how much it grows per thousand changes, by the fitted line, and the
+              standard error of that
   bounds      what each quantity may grow
   series      [{"changes": n, process: {quantity: value}}, ...]
   diverged    rounds or views that differ between two peers
@@ -212,36 +214,37 @@ def judge(cluster: Cluster, result: dict[str, Any], problems: list[str]) -> None
 # --- the lines -------------------------------------------------------------------------------------------
 
 
-def slopes(series: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Growth of each quantity of each process per thousand changes, without the first part of the series."""
+def slopes(series: Sequence[Sample]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Growth of each quantity of each process per thousand changes, and its standard error, after the warm-up."""
     warm = series[int(len(series) * WARM) :]
     if len(warm) < 3:
         return {}
     at = [sample["changes"] for sample in warm]
     return {
-        process: {
-            quantity: round(1000 * slope(at, [sample[process][quantity] for sample in warm]), 3)
-            for quantity in held
-        }
+        process: {quantity: line(at, [sample[process][quantity] for sample in warm]) for quantity in held}
         for process, held in warm[0].items()
         if process != "changes"
     }
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line."""
-    return statistics.linear_regression(x, y).slope
+def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Slope of the least-squares line, and the slope's standard error; per thousand."""
+    fitted = statistics.linear_regression(x, y)
+    left = sum((b - fitted.intercept - fitted.slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    spread = sum((a - statistics.mean(x)) ** 2 for a in x)
+    error = (left / (len(x) - 2) / spread) ** 0.5
+    return round(1000 * fitted.slope, 3), round(1000 * error, 3)
 
 
-def grown(found: dict[str, dict[str, float]]) -> list[str]:
+def grown(found: dict[str, dict[str, tuple[float, float]]]) -> list[str]:
     """Quantities that grow more than they may."""
     if not found:
         return ["too few samples for a line"]
     return [
-        f"{process}: {quantity} grows by {per_thousand:g} per thousand changes, {BOUNDS[quantity]:g} allowed"
+        f"{process}: {quantity} grows by {slope:g} (+- {error:g}) per thousand changes, {BOUNDS[quantity]:g} allowed"
         for process, held in found.items()
-        for quantity, per_thousand in held.items()
-        if per_thousand > BOUNDS[quantity]
+        for quantity, (slope, error) in held.items()
+        if slope - 3 * error > BOUNDS[quantity]
     ]
 
 
@@ -262,7 +265,7 @@ def plot(result: dict[str, Any]) -> str:
 def words(result: dict[str, Any]) -> str:
     lines = [f"{result['changes']} changes and {result['rounds']} rounds in {result['seconds']} s"]
     for process, held in result["slopes"].items():
-        said = ", ".join(f"{quantity} {value:+g}" for quantity, value in held.items())
+        said = ", ".join(f"{quantity} {slope:+g}" for quantity, (slope, _) in held.items())
         lines.append(f"{process}: per thousand changes {said}")
     return "\n".join([*lines, *result["problems"]])
 
