@@ -24,6 +24,7 @@ from p2p_dmc.agent.work import Work, decode_payload, opening_ledger
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import Lineage, MemberId, StateRef, View
 from p2p_dmc.errors import UserError
+from p2p_dmc.observe.phases import reach
 
 MOST_KEPT = 8
 """Rounds whose results a learner keeps, an anchor's memory each. With more it asks for a view with a newer start."""
@@ -273,6 +274,7 @@ class CatchUp:
     def _take(self, held: Held) -> None:
         """It is held now, and told as soon as a voter confirms it."""
         self._hold(held)
+        reach("replayed")
         self._to_tell(held)
         self._tell()
 

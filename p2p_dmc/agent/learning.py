@@ -10,6 +10,7 @@ from p2p_dmc.agent.barrier import Barrier, BarrierResult
 from p2p_dmc.agent.catch_up import CatchUp, Kept
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.agreement_messages import MemberId, View
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import Reduce, RoundReady, RoundRefused, RoundResult
 
@@ -169,6 +170,7 @@ class Learning:
             self._prove()
         mean = self.keeper.take_scratch() if reduced else None
         self.catch_up.keep(Kept(view=self.view, round=self.barrier.round, result=result, mean=mean))
+        reach("learning")
         self.barrier.next_round()
         self._say()
 

@@ -34,6 +34,8 @@ AGENT_PHASES = {
     "opening": "the start state is held; the trainer has not been told of the view",
     "serving": "another peer asks this one for a part of a state",
     "adopting": "a part of a state has come from another peer",
+    "learning": "a learner keeps what a round did; its header of the next one is not said",
+    "replayed": "a learner holds the state after a round; nobody knows that it has caught up",
     "checkpointing": "a checkpoint is written under its temporary name",
     "checkpointed": "it has its name; the promises on disk do not know",
 }

@@ -28,8 +28,9 @@ RUN = "chaos"
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 SAMPLES, SAMPLE_BYTES = 512, 700
-EPOCHS_PER_FAULT = 0.4
-DELAY_MS = 60
+FAULT_S, SAMPLES_A_SECOND = 8, 30
+"""About how long a fault takes, and how fast the peers are while they are slow: so long does a run have to be."""
+DELAY_MS = 100
 START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 30.0, 30.0, 75.0, 150.0
 CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
@@ -107,7 +108,8 @@ class ChaosRun:
         ``keep``: where the homes of a run that failed are copied to. ``plan``: what comes, instead of chance.
         """
         self.only = only
-        self.epochs = max(6, round(faults * EPOCHS_PER_FAULT))
+        expected_s = min(faults * FAULT_S, until_s - time.monotonic() if until_s else faults * FAULT_S)
+        self.epochs = max(4, round(expected_s * SAMPLES_A_SECOND / SAMPLES))
         with Hosts(self.root, NAMES) as hosts:
             self.hosts = hosts
             try:
@@ -173,7 +175,7 @@ class ChaosRun:
         rng, only = self.rng, self.only
         first = self.one(rng.choice(self.hosts.peers), only)
         others = rng.sample([p for p in self.hosts.peers if p is not first.victim], len(NAMES) - 1)
-        if isinstance(first, PhaseCut) and first.phase == "adopting":
+        if isinstance(first, PhaseCut) and first.phase in ("adopting", "learning", "replayed"):
             return [first, kinds.KillAgent(self.hosts, first.victim, rng)]
         chosen = [first]
         if isinstance(first, PhaseCut) and first.phase == "serving":

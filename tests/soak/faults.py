@@ -364,7 +364,7 @@ class BadShard(KillAgent):
     def strike(self) -> None:
         super().strike()
         held = sorted(self.victim.home.glob("store/*/shards/*.tar"))
-        self._damaged = self.rng.sample(held, min(4, len(held)))
+        self._damaged = self.rng.sample(held, min(8, len(held)))
         self.proof += ", ".join(damage(path, self.rng) for path in self._damaged)
 
     def noticed(self) -> str:
@@ -383,7 +383,7 @@ class LiveBadShard(BadShard):
     def strike(self) -> None:
         self.when = time.time()
         held = sorted(self.victim.home.glob("store/*/shards/*.tar"))
-        self._damaged = self.rng.sample(held, min(4, len(held)))
+        self._damaged = self.rng.sample(held, min(8, len(held)))
         self.proof = ", ".join(damage(path, self.rng) for path in self._damaged)
 
 
@@ -396,6 +396,7 @@ class BadCheckpoint(KillAgent):
     def strike(self) -> None:
         super().strike()
         folders = [p for p in self.victim.home.glob("runs/*/checkpoints/*-*") if not p.name.startswith(".")]
+        assert folders, f"{self.victim.name} has no checkpoint to damage"
         newest = max(folders, key=lambda p: tuple(map(int, p.name.split("-"))))
         self._folder = newest
         self.proof += damage(self.rng.choice(sorted(newest.iterdir())), self.rng)
@@ -409,7 +410,7 @@ class BadCheckpoint(KillAgent):
 
 VIEW_PHASES = ("proposing", "promising", "promised", "installed", "opening", "rendezvous")
 """Reached only while a view changes: another fault has to bring that about."""
-STATE_PHASES = ("serving", "adopting")
+STATE_PHASES = ("serving", "adopting", "learning", "replayed")
 """Reached only when a peer comes back."""
 
 
