@@ -155,6 +155,24 @@ def test_whoever_is_here_is_not_evicted() -> None:
     assert cluster["a"].promises == before and cluster.standing("abc")
 
 
+def test_who_takes_no_part_waits_for_nobody() -> None:
+    """Its trainer is lost, or the others have gone on without it: nothing that it is told changes that."""
+    cluster = Cluster("abcde").run("abcde")
+    cluster.kill("abc", SILENT)
+    cluster.wait(5_000)
+    assert cluster["d"].awaited == ("a", "b", "c")
+    cluster["d"].withdraw()
+    assert cluster["d"].awaited == () and evict(cluster, "d", "a") == [False]
+    other = Cluster("abc").run("abc")
+    other.cut |= {("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")}
+    other.verdict("c", SILENT, by="ab")
+    other.wait(3_000)
+    other.cut.clear()
+    other.do("c", other["c"].wants_change("a collective failed", other.now, at_once=True))
+    other.wait(5_000)
+    assert other["c"].left_out and other["c"].awaited == () and evict(other, "c", "a") == [False]
+
+
 def test_one_that_comes_back_in_time_is_a_member_again() -> None:
     """Two of three are evicted, the third comes back: a majority, under the old history; and all is forgotten."""
     cluster = Cluster("abcde").run("abcde")
