@@ -324,15 +324,16 @@ class ChaosRun:
         return whole and len(here) >= 2 and time.time() - rounds[-1]["time"] < 5.0
 
     def where(self) -> str:
+        """How far everybody is, in words."""
+        names = {p.peer_id: p.name for p in self.hosts.peers if p.events("started")}
         parts = []
         for peer in self.hosts.peers:
             rounds, view = peer.rounds(), peer.view
             last = f"{rounds[-1]['view_epoch']}-{rounds[-1]['round']}" if rounds else "none"
-            names = [p.name for p in self.hosts.peers if p.peer_id in view["members"]]
-            parts.append(
-                f"{peer.name}: view {view.get('view_epoch')} of {'+'.join(names)}, last round {last}"
-            )
-        return "; ".join(parts)
+            members = "+".join(names.get(member, "?") for member in view["members"]) or "nobody"
+            state = "" if peer.running else f" (ended with {peer.code})"
+            parts.append(f"{peer.name}{state}: view {view.get('view_epoch')} of {members}, last round {last}")
+        return ", ".join(parts)
 
     def late(self, until_s: float | None) -> bool:
         """No time, or not enough of the run, is left for another fault."""
