@@ -112,7 +112,7 @@ class Learning:
     def repeat(self) -> None:
         """Time has passed: say my header again to whoever has not answered; the flag may have been raised since."""
         own = self.barrier.own
-        if self.frozen or own is None or self._reducing is not None:
+        if self.frozen or own is None:
             return
         if self._weightless() is not None and own.change != self._change():
             own = replace(own, change=self._change())

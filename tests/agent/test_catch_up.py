@@ -7,15 +7,21 @@ import random
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from p2p_dmc.agent import adoption as adoption_module
 from p2p_dmc.agent import catch_up as catch_up_module
 from p2p_dmc.agent.catch_up import MOST_FAILURES, MOST_KEPT, SHARE, CatchUp
+from p2p_dmc.agent.learning import Learning
+from p2p_dmc.agent.run import Run
+from p2p_dmc.agent.run_files import RunOptions
+from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.errors import UserError
+from tests.agent.helpers import PARAMETERS, state, surroundings
 from tests.agent.learners import CHUNK_BYTES, Learner, Voters
 from tests.agent.test_state import balanced
 
@@ -525,3 +531,49 @@ def test_a_view_of_the_same_start_leaves_what_is_held(tmp_path: Path) -> None:
         assert balanced(one.keeper)
 
     run(work())
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_state_is_the_runs_only_when_its_agreement_takes_it(
+    tmp_path: Path, frozen: bool, accepted: bool, behind: bool
+) -> None:
+    """What a peer says of itself in an attempt is final: a state that comes after the freeze waits for the view."""
+    around = surroundings(tmp_path)
+    a_run = Run("r", RunOptions(), around.services)
+    a_run.keeper.open(PARAMETERS)
+    held = state(a_run.keeper.pool(), (3, 7))
+    asked: list[str] = []
+
+    def ready(what: str) -> SimpleNamespace:
+        asked.append(what)
+        return SimpleNamespace(
+            trace=(), persist=None, sends=(), froze=False, installed=None, accepted=accepted
+        )
+
+    a_run.agreement = cast(
+        Agreement,
+        SimpleNamespace(
+            frozen=frozen,
+            behind=behind,
+            adopted=lambda ref, now: ready("adopted"),
+            complete=lambda ref, now: ready("complete"),
+        ),
+    )
+    a_run.views._catch_up = cast(CatchUp, SimpleNamespace(began_s=0.0))
+    learning = SimpleNamespace(repeat=lambda: asked.append("repeat"), proved=False)
+    a_run.learning = cast(Learning, learning)
+    a_run.views._caught_up(held)
+    assert asked == [] and a_run.keeper.current is None  # it may be that nobody can reduce with this peer
+    learning.proved = True
+    a_run.views.proved()
+    taken = accepted and not frozen
+    word = "adopted" if behind else "complete"
+    assert asked == ([] if frozen else [word, "repeat"] if accepted and behind else [word])
+    assert (a_run.keeper.current == held) == taken
+    assert len(around.named("adopted")) == (taken and behind)
+    assert a_run.keeper.pool()._pins[held.slot] == 1 + taken
