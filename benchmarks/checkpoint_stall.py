@@ -33,7 +33,7 @@ CASES = {"without": "1000h", "with_checkpoints": "0.001s"}
 PEERS, WIDTH, QUICK_WIDTH = 2, 4096, 1024
 STEP_S = 0.3
 TURNS, QUICK_TURNS = 3, 1
-ROUNDS, QUICK_ROUNDS = 40, 15
+ROUNDS, QUICK_ROUNDS = 30, 15
 WARM_ROUNDS = 5
 
 
@@ -57,8 +57,11 @@ def turn(options: Any, every: str, rounds: int, width: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = bench.parser(__doc__, "checkpoint_stall").parse_args(arguments)
-    turns, rounds = (QUICK_TURNS, QUICK_ROUNDS) if options.quick else (TURNS, ROUNDS)
+    parser = bench.parser(__doc__, "checkpoint_stall")
+    parser.add_argument("--turns", type=int, help=f"of each of the two (default {TURNS})")
+    options = parser.parse_args(arguments)
+    turns = options.turns or (QUICK_TURNS if options.quick else TURNS)
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     width = QUICK_WIDTH if options.quick else WIDTH
     conditions, violations = bench.conditions(), []
     cases: dict[str, Any] = {name: {"rounds_s": [], "checkpoints": 0, "write_s": []} for name in CASES}
