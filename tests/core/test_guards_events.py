@@ -534,6 +534,42 @@ class TestWaitingFor:
         assert cluster["c"].waiting_for() == "a later view stands without this peer; it asks to join"
 
 
+class TestAwaited:
+    def test_those_without_whom_nothing_goes_on(self) -> None:
+        cluster = refused()
+        assert cluster["c"].awaited == ("a", "b")
+        cluster = Cluster("abcd").run("abcd")
+        for gone in "ab":
+            cluster.verdict(gone, UNREACHABLE, by="c")
+        assert cluster["c"].awaited == ("a", "b"), "before it has said a word, too"
+
+    def test_nobody_before_anything_was_decided(self) -> None:
+        cluster = Cluster("abc")
+        assert cluster["a"].awaited == ()
+        cluster["a"].found(("a", "b"), cluster.now)
+        assert cluster["a"].awaited == ()
+
+    def test_nobody_while_the_others_are_enough(self) -> None:
+        cluster = Cluster("ab")
+        cluster.found()
+        cluster.verdict("b", UNREACHABLE)
+        assert not cluster["a"].frozen, "the pause after the last change is not over"
+        assert cluster["a"].awaited == ()
+
+    def test_nobody_by_one_that_is_left_out(self) -> None:
+        cluster = refused()
+        for name in "cd":
+            cluster.do(name, cluster[name].receive(Surpassed(sender=member("b"), n=2), cluster.now))
+        for name in "cd":
+            cluster.do(name, cluster[name].receive(Surpassed(sender=member("d"), n=2), cluster.now))
+        cluster.deliver()
+        assert cluster["c"].promises.n > 2 and cluster["c"].awaited == ("a", "b")
+        word = replace(last_word(Cluster("ab").run("ab")["a"].at_barrier(cluster.now)), installed=True)
+        installed = replace(word, history=cluster["c"].history, sender=member("b"))
+        cluster.do("c", cluster["c"].receive(installed, cluster.now))
+        assert cluster["c"].left_out and cluster["c"].awaited == ()
+
+
 class TestDeadlines:
     def test_nothing_is_due_when_nothing_goes_on(self) -> None:
         cluster = Cluster("ab").run("ab")
@@ -580,6 +616,9 @@ class TestDeadlines:
         assert cluster["b"].next_deadline_ms(cluster.now) == cluster.now + IDLE_MS
         cluster = with_learner()
         assert told(later(cluster, "c", 20_000)) == [], "nobody waits for a learner"
+        assert cluster["c"].next_deadline_ms(cluster.now) == cluster.now + IDLE_MS
+        cluster["c"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now)
+        assert cluster["c"].next_deadline_ms(cluster.now) == cluster.now + 150
 
     def test_it_lies_ahead(self) -> None:
         cluster = Cluster("ab").run("ab")

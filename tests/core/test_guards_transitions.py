@@ -369,6 +369,7 @@ class TestHistories:
             said = replace(words[name], voters=("a", "b", "c"), installed=True, history=name.encode() * 16)
             ready = cluster["c"].receive(said, cluster.now)
         assert ready.installed is None and "mixes histories" in "".join(ready.trace)
+        assert cluster["c"].waiting_for() is None, "nobody to wait for would help"
 
     def test_newcomers_that_were_asked_to_join_one_found_no_second(self) -> None:
         """c and d were about to found, and a, of a history, was among them for a moment."""

@@ -37,7 +37,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -69,6 +69,8 @@ SLOWER = 5
 GRACE_S = 10.0
 LATE_FILES = ("test_agreement_world.py", "test_mutate.py")
 """The world runs on its own below; this script's test is about this script."""
+
+WORLD, SURVIVED = "the random world", "survived"
 
 Verdict = dict[str, Any]
 
@@ -114,8 +116,8 @@ class Watch:
             self.failed = f"{report.nodeid or 'the tests'} cannot be read"
 
 
-def tested(path: str) -> str | None:
-    """Run one file of tests; the name of what failed, None if nothing did."""
+def tested(paths: Sequence[str]) -> str | None:
+    """Run files of tests; the name of what failed, None if nothing did."""
     import pytest
 
     watch = Watch()
@@ -126,21 +128,21 @@ def tested(path: str) -> str | None:
         "threadexception",
     ):  # the latter two only take time
         arguments += ["-p", f"no:{plugin}"]
-    code = pytest.main([*arguments, path], plugins=[watch])
+    code = pytest.main([*arguments, *paths], plugins=[watch])
     if watch.failed is None and code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return f"{path} ends with {code}"
+        return f"pytest ends with {code}"
     return watch.failed
 
 
-def lived(path: str) -> str | None:
-    """Random lives of the agreement world (`world:SEEDS`)."""
+def lived(seeds: int) -> str | None:
+    """Random lives of the agreement world."""
     from tests.core import agreement_world
 
-    for seed in range(int(path.partition(":")[2])):
+    for seed in range(seeds):
         try:
             agreement_world.run(seed, 500)
         except Exception as error:  # noqa: BLE001 - whatever it is, the mutant caused it
-            return f"world, seed {seed}: {type(error).__name__}"
+            return f"{WORLD}, seed {seed}: {type(error).__name__}"
     return None
 
 
@@ -164,49 +166,45 @@ def prepare(module: str, deletion: Deletion | None) -> None:
     os.dup2(quiet, 2)
 
 
-def killed_by(killers: Sequence[str], told: Callable[[str], None]) -> str | None:
-    """What notices first; `told` hears the name of each killer before it begins."""
-    for killer in killers:
-        told(killer)
-        found = lived(killer) if killer.startswith("world:") else tested(killer)
+def killed_by(groups: Sequence[Sequence[str]], world_seeds: int) -> str | None:
+    """What notices first: of one group of test files after the other, then of the random world."""
+    for group in groups:
+        found = tested(group) if group else None
         if found is not None:
             return found
-    return None
+    return lived(world_seeds) if world_seeds else None
 
 
 def attempt(
-    module: str, deletion: Deletion | None, killers: Sequence[str], deadline_s: float
+    module: str,
+    deletion: Deletion | None,
+    groups: Sequence[Sequence[str]],
+    world_seeds: int,
+    deadline_s: float,
 ) -> tuple[bool, str]:
     """(noticed, by what), from a child that is gone afterwards."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read_fd)
-
-        def tell(line: str) -> None:
-            os.write(write_fd, line.encode() + b"\n")
-
         try:
             prepare(module, deletion)
-            found = killed_by(killers, tell)
-            tell("=" if found is None else f"!{found}")
+            found = killed_by(groups, world_seeds)
         except BaseException as error:  # noqa: BLE001 - the same, and the child ends
-            tell(f"!{type(error).__name__}")
-        finally:
-            os._exit(0)
+            found = type(error).__name__
+        os.write(write_fd, (SURVIVED if found is None else found).encode())
+        os._exit(0)
     os.close(write_fd)
-    lines = heard(read_fd, deadline_s)
+    said = heard(read_fd, deadline_s)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    if lines is None:
+    if said is None:
         return True, "the deadline"
-    if lines and lines[-1] == "=":
-        return False, ""
-    return True, lines[-1].lstrip("!") if lines else "it died"
+    return said != SURVIVED, "" if said == SURVIVED else said or "it died"
 
 
-def heard(fd: int, deadline_s: float) -> list[str] | None:
-    """All lines until the other end closes; None when that takes too long."""
+def heard(fd: int, deadline_s: float) -> str | None:
+    """All that is said until the other end closes; None when that takes too long."""
     end, data = time.monotonic() + deadline_s, b""
     with contextlib.closing(os.fdopen(fd, "rb", buffering=0)) as file:
         while True:
@@ -214,7 +212,7 @@ def heard(fd: int, deadline_s: float) -> list[str] | None:
                 return None
             chunk = file.read(65536)
             if not chunk:
-                return data.decode().splitlines()
+                return data.decode()
             data += chunk
 
 
@@ -247,7 +245,8 @@ def concerned(module: str) -> tuple[list[str], bool]:
 class Killers:
     """What runs against the mutants of one module, and how long that takes on the original."""
 
-    names: list[str]
+    files: list[str]
+    world_seeds: int
     seconds: float
     last: dict[str, str] = field(default_factory=dict)
     """Per function, the file that noticed a mutant of it last: that one goes first."""
@@ -255,24 +254,25 @@ class Killers:
     @classmethod
     def of(cls, module: str, files: Sequence[str], world_seeds: int) -> Killers:
         """Each is tried on the original first; SystemExit if it fails there."""
-        names, world = concerned(module)
-        names = list(files) or names
+        found, world = concerned(module)
         took: dict[str, float] = {}
-        for name in [*names, *([f"world:{world_seeds}"] if world and world_seeds else [])]:
+        for name in [*(files or found), *([WORLD] if world and world_seeds else [])]:
             began = time.monotonic()
-            noticed, by = attempt(module, None, [name], 600.0)
+            tests, seeds = ([], world_seeds) if name == WORLD else ([name], 0)
+            noticed, by = attempt(module, None, [tests], seeds, 600.0)
             if noticed:
                 raise SystemExit(f"{name} fails on {module}.py as it is: {by}")
             took[name] = time.monotonic() - began
-        order = sorted(took, key=lambda name: (name.startswith("world:"), took[name]))
-        return cls(order, sum(took.values()))
+        seeds = world_seeds if WORLD in took else 0
+        return cls(sorted(set(took) - {WORLD}, key=took.__getitem__), seeds, sum(took.values()))
 
     def run(self, module: str, deletion: Deletion) -> Verdict:
-        first = self.last.get(deletion.function)
-        order = sorted(self.names, key=lambda name: name != first)
-        killed, by = attempt(module, deletion, order, SLOWER * self.seconds + GRACE_S)
+        first = self.last.get(deletion.function, self.files[0])
+        groups = [[first], [name for name in self.files if name != first]]
+        deadline_s = SLOWER * self.seconds + GRACE_S
+        killed, by = attempt(module, deletion, groups, self.world_seeds, deadline_s)
         file = by.partition("::")[0]
-        if file in self.names:
+        if file in self.files:
             self.last[deletion.function] = file
         return {
             "at": f"p2p_dmc/core/{module}.py:{deletion.line}",
@@ -351,7 +351,7 @@ class Report:
         return {
             "mutants": len(flat),
             "killed": sum(v["killed"] for _, _, v in flat),
-            "by_chance": [v for _, _, v in flat if v["killed"] and v["by"].startswith("world")],
+            "by_chance": [v for _, _, v in flat if v["killed"] and v["by"].startswith(WORLD)],
             "excused": sum(not v["killed"] and (m, key) in EQUIVALENT for m, key, v in flat),
             "survivors": [
                 {name: v[name] for name in fields}
@@ -381,6 +381,8 @@ def explore(args: argparse.Namespace, report: Report) -> None:
         todo += [(module, deletion) for deletion in report.begin(module, found)]
     if args.quick:
         random.Random(args.seed).shuffle(todo)
+    else:  # those take longest, and their end is known
+        todo.sort(key=lambda item: (item[0], item[1].key) in EQUIVALENT)
     killers: dict[str, Killers] = {}
     for number, (module, deletion) in enumerate(todo, 1):
         if time.monotonic() > end:
@@ -392,7 +394,7 @@ def explore(args: argparse.Namespace, report: Report) -> None:
         if not verdict["killed"]:
             excuse = EQUIVALENT.get((module, deletion.key))
             print(f"{verdict['at']} {deletion.key}: {excuse or 'NOTHING NOTICES'}", file=sys.stderr)
-        if number % 25 == 0:
+        if number % 10 == 0:
             report.save()
             print(f"{number} of {len(todo)}", file=sys.stderr)
 
