@@ -567,7 +567,8 @@ class TestAwaited:
         word = replace(last_word(Cluster("ab").run("ab")["a"].at_barrier(cluster.now)), installed=True)
         installed = replace(word, history=cluster["c"].history, sender=member("b"))
         cluster.do("c", cluster["c"].receive(installed, cluster.now))
-        assert cluster["c"].left_out and cluster["c"].awaited == ()
+        core = cluster["c"]
+        assert core.left_out and core.awaited == ()
 
 
 class TestDeadlines:
