@@ -21,6 +21,7 @@ from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.client import NoAnswerError, Submission, ask, ask_local
 from p2p_dmc.agent.home import Home
 from p2p_dmc.agent.jobs import RunFinishedError
+from p2p_dmc.agent.run_files import load_names
 from p2p_dmc.core.membership import Role
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.console import Console
@@ -218,6 +219,9 @@ async def _train(agent: Agent, job: SubmitScript | None, seeds: tuple[str, ...],
         await agent.leaving.wait()
         return 0
     _say_start(job, console)
+    # what was heard so far was told to no job, and some that the run knows may not be back yet
+    names = load_names(agent.home.run_folder(job.run))
+    console.narrator.names.update(names | {r.peer_id: r.name for r in agent.members()})
     try:
         running = agent.jobs.submit(job, console.local)
     except RunFinishedError as finished:

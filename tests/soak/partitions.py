@@ -270,7 +270,7 @@ def cut(hosts: Network, sides: Sequence[Sequence[Peer]], numbers: Sides, quorum:
         hosts.join_all(sides)
     mended = time.time()
     try:
-        train_together(hosts, [p for side in sides for p in side], after=mended)
+        together(hosts, [p for side in sides for p in side], mended)
     except AssertionError:
         tally.not_rejoined += 1
         raise
@@ -295,7 +295,7 @@ def evict(hosts: Network, first: Peer, second: Peer, quorum: str, tally: Tally) 
         alone = first.rounds()[-1]["samples_total"]
     finally:
         hosts.join_all([[first], [second]])
-    train_together(hosts, [first, second], after=time.time())
+    together(hosts, [first, second], time.time())
     given_up = first.events("history_given_up", replaced=True)
     same = {p.view["history"] for p in (first, second)} == {second.events("evicted")[-1]["history"]}
     if len(given_up) != 1 or second.events("history_given_up") or not same:
@@ -309,6 +309,18 @@ def evict(hosts: Network, first: Peer, second: Peer, quorum: str, tally: Tally) 
 
 def endpoint(peer: Peer) -> str:
     return str(json.loads((peer.home / "agent.json").read_text())["endpoint"])
+
+
+def together(hosts: Network, peers: Sequence[Peer], after: float) -> None:
+    """Wait for rounds of all of them in one view, which may be the one that stood before the cut."""
+
+    def all_train() -> bool:
+        if len({p.view["view_id"] for p in peers}) > 1 or len(peers[0].view["members"]) < len(peers):
+            return False
+        number = peers[0].view["view_epoch"]
+        return all(sum(r["view_epoch"] == number for r in p.rounds(after)) >= 2 for p in peers)
+
+    hosts.wait(all_train, "all train together again", START_S)
 
 
 def settled(

@@ -41,7 +41,8 @@ def test_one_that_vanishes_is_waited_for_only_if_it_is_the_first(cluster: Cluste
     when = first.stop()
     see_it_wait(cluster, second, first, when)
     first.go_on()
-    train_together(cluster, peers, after=time.time())
+    cluster.rounds(peers, 2, after=time.time())
+    assert {len(p.view["members"]) for p in peers} == {2}
     assert len({v["history"] for p in peers for v in p.events("view")}) == 1
     finish(cluster, peers)
 
