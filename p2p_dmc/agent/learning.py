@@ -52,6 +52,8 @@ class Learning:
         self.proved = False
         """A reduction with this peer went well, or there is none to be had before it votes and trains."""
         self._reducing: BarrierResult | None = None
+        self._broken = False
+        """The view's group is dropped: nothing more is reduced in it, and the voters may have left it already."""
 
     def start(self) -> None:
         """The view is open."""
@@ -119,12 +121,12 @@ class Learning:
             self.barrier.say(own)
             self._tell(own)
         else:
-            self._tell(own, self.barrier.missing())
+            self._tell(own, self.view.voters if self._broken else self.barrier.missing())
 
     def check_barrier(self) -> None:
         """Everybody's header is here: reduce with them, or wait for what they make of it."""
         result = self.barrier.result()
-        if result is None or self._reducing is not None or self.frozen:
+        if result is None or self._reducing is not None or self.frozen or self._broken:
             return
         odd = result.odd_ones()
         if odd:
@@ -173,6 +175,11 @@ class Learning:
         reach("learning")
         self.barrier.next_round()
         self._say()
+
+    def group_failed(self) -> None:
+        """Whoever has left the view answers my header with the next one."""
+        self._reducing, self._broken = None, True
+        self.catch_up.quiet()
 
     def freeze(self) -> None:
         """From here on this view's rounds are none of this peer's."""

@@ -80,8 +80,8 @@ class Run:
         self.in_flight: tuple[int, int] | None = None
         self.parked = False
         """The trainer waits for a view, and does nothing but reduce until it trains in one."""
-        self._unproven = 0
-        """Reductions in a row that failed while this peer was learning."""
+        self._unproven: set[int] = set()
+        """Epochs of views in a row whose reduction failed while this peer was learning."""
         self._early_lease: int | None = None
         self._tasks = Tasks(self._failed)
         self.spawn = self._tasks.spawn
@@ -214,12 +214,6 @@ class Run:
         if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
             return
         self.event("round_failed", view_epoch=message.view_epoch, round=message.round, reason=message.reason)
-        self._unproven += self.learning is not None
-        if self._unproven == UNPROVEN_SAID:
-            self.services.say(
-                "reductions with this peer fail, so the others go on without it and try again now and then: "
-                "see that TCP connections between the machines are let through on all ports"
-            )
         failed = messages.GroupFailed(
             view_epoch=self.view.view_epoch, view_id=self.view.view_id, reason=message.reason[:200]
         )
@@ -230,6 +224,15 @@ class Run:
 
     def group_failed(self, reason: str) -> None:
         """A member has dropped this view's group: everybody knows, so nobody waits for the pre-vote's majority."""
+        if self.learning is not None:
+            self.learning.group_failed()
+        if self.learning is not None and self.learning.view.view_epoch not in self._unproven:
+            self._unproven.add(self.learning.view.view_epoch)
+            if len(self._unproven) == UNPROVEN_SAID:
+                self.services.say(
+                    "reductions with this peer fail, so the others go on without it and try again now and then: "
+                    "see that TCP connections between the machines are let through on all ports"
+                )
         if self.agreement is not None:
             self.act(
                 self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True)
@@ -424,7 +427,7 @@ class Run:
 
     def proved(self) -> None:
         """As a learner this peer can be reduced with."""
-        self._unproven = 0
+        self._unproven.clear()
         self.views.proved()
 
     def stopped(self) -> None:

@@ -338,3 +338,16 @@ def test_where_nothing_can_be_reduced_no_proof_is_needed(one: Learner) -> None:
     """The others may be waiting for the data that this peer has."""
     one.all_stand(samples=0)
     assert one.host.proofs == 1
+
+
+def test_whose_group_failed_asks_where_the_voters_are(one: Learner) -> None:
+    """They may have gone on without it, and nobody else tells it."""
+    one.all_stand()
+    one.learning.group_failed()
+    assert not one.catch_up.yielding
+    before = len(one.host.mail)
+    one.learning.repeat()
+    assert [to for to, _ in one.host.mail[before:]] == [peer(1), peer(3)]
+    one.all_stand()
+    one.reduced()  # the trainer's late word
+    assert len(one.orders()) == 1 and one.catch_up.kept == []
