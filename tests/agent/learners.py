@@ -37,6 +37,7 @@ from tests.agent.helpers import (
     surroundings,
     view_of,
 )
+from tests.agent.test_state import balanced
 from tests.agent.test_training import ALL, SPEC, Host
 
 ADACOMM = TauPolicy(kind="adacomm", tau0=4)
@@ -233,6 +234,8 @@ class Learner:
         self.problems: list[str] = []
         self.hopeless: list[str] = []
         self.addresses = ["one", "two"]
+        self.takes = True
+        """Whether the run takes what it is told."""
         self.catch_up = CatchUp(
             self.keeper,
             voters.learner,
@@ -249,6 +252,8 @@ class Learner:
     def _held(self, held: Held) -> None:
         """As the run does it: it is current now."""
         self.told.append(held)
+        if not self.takes:
+            return
         self.keeper.pool().pin(held.slot)
         self.keeper.hold(held)
 
@@ -285,7 +290,10 @@ class Learner:
         self.task.cancel()
         self.catch_up.close()
         await asyncio.gather(self.task, return_exceptions=True)
-        await asyncio.sleep(0.01)  # a thread that has its slots to give back
+        for _ in range(2000):  # a thread may have its slots to give back
+            if balanced(self.keeper):
+                return
+            await asyncio.sleep(0.001)
 
     def check(self) -> None:
         """Every state that was told is the voters', bit for bit, and each is told once, in order."""
