@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -16,6 +17,7 @@ import psutil
 import torch
 from safetensors.torch import load
 
+from p2p_dmc.observe import phases
 from tests.soak import faults as kinds
 from tests.soak import replay
 from tests.soak.faults import Fault, PhaseCut
@@ -89,6 +91,7 @@ class ChaosRun:
     def __init__(self, root: Path, rng: random.Random, name: str) -> None:
         self.root, self.rng = root, rng
         self.outcome = Outcome(name)
+        self.hosts: Hosts
         self.begun_s = 0.0
         self.epochs = 0
         self.only: str | None = None
@@ -122,9 +125,10 @@ class ChaosRun:
                 hosts.hurry()
                 hosts.ended(hosts.peers, deadline_s=END_S)
                 self.judge()
-            except AssertionError as error:
+            except (AssertionError, psutil.Error, subprocess.CalledProcessError) as error:
                 self.outcome.hung = True
-                self.outcome.found.append(f"{str(error).partition(chr(10))[0]}; {self.where()}")
+                what = str(error).partition("\n")[0]
+                self.outcome.found.append(f"{what}; {self.where()}")
             self.left_behind()
             if self.outcome.found and keep is not None:
                 self.keep(keep / f"chaos-{self.outcome.name}-{time.time_ns()}")
@@ -195,7 +199,7 @@ class ChaosRun:
 
     def one(self, victim: Peer, only: str | None) -> Fault:
         rng = self.rng
-        every = [*kinds.phases.AGENT_PHASES, *kinds.phases.TRAINER_PHASES]
+        every = [*phases.AGENT_PHASES, *phases.TRAINER_PHASES]
         if only in every or (only is None and rng.random() < 0.4):
             return PhaseCut(self.hosts, victim, rng, only or rng.choice(every))
         weights = {

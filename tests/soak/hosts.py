@@ -46,6 +46,9 @@ class Hosts(Cluster):
         self._repeated: dict[str, int] = {}
         self._netlab("up", str(len(names)), "--rate", RATE)
 
+    def __enter__(self) -> Hosts:
+        return self
+
     def __exit__(self, *_: object) -> None:
         try:
             self.close()
