@@ -58,6 +58,8 @@ class Rounds:
         self._flat: state.FlatParameters | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._anchor = torch.empty(0)
+        self._anchor_in = ("", b"")  # its slot and digest: this trainer has written or verified it
+        self._candidate_in = ("", b"")
         self._candidate: torch.Tensor | None = None  # the slot that the last Reduce named, not yet recorded
         self._scratch = torch.empty(0)
         self._scratch_weight: int | None = (
@@ -159,8 +161,10 @@ class Rounds:
             self._learning is not None
         )  # who has learned enough begins with a round, not with steps
         self._learning, self._parked = None, False
-        self._anchor = state.read_slot(view.slot_path, self._flat.size, view.digest)
-        self._scratch_weight = None
+        anchor_in = (view.slot_path, view.digest)
+        if anchor_in != self._anchor_in:
+            self._anchor = state.read_slot(view.slot_path, self._flat.size, view.digest)
+            self._anchor_in = anchor_in
         first, self.view = self.view is None, view
         self.tau, self.epoch, self._next_round = view.tau, view.epoch, view.next_round
         self.leases.end = None
@@ -302,9 +306,10 @@ class Rounds:
             return
         candidate = state.open_slot(order.slot_path, self._flat.size)
         state.average(self._anchor, self._scratch, order.divisor, out=candidate)
-        self._candidate = candidate
+        digest = state.digest_of(candidate)
+        self._candidate, self._candidate_in = candidate, (order.slot_path, digest)
         reach("reduced")
-        self._say_result(order, state.digest_of(candidate), comm_us, self.view.world if order.divisor else 1)
+        self._say_result(order, digest, comm_us, self.view.world if order.divisor else 1)
 
     def _reduce_to_learn(self, order: tm.Reduce, view: tm.ViewStarted) -> None:
         """A learner has no anchor yet: it adds zeros, and hands on what the round does to everybody's."""
@@ -334,7 +339,7 @@ class Rounds:
     def _complete(self, message: tm.RoundComplete) -> None:
         assert self._inner is not None
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
-            self._anchor = self._candidate
+            self._anchor, self._anchor_in = self._candidate, self._candidate_in
         self.tau, self.epoch = message.tau, message.epoch
         self.lineage = (message.view_epoch, message.round)
         self._next_round = message.round + 1

@@ -161,9 +161,11 @@ class ScriptedAgent:
         epoch: int = 0,
         world: int = 1,
         backend: str = "gloo",
+        slot: str = "",
     ) -> None:
+        """``slot``: where the anchor is already; else it is written into a new one."""
         self.view_epoch += 1
-        path = self.slot(anchor)
+        path = slot or self.slot(anchor)
         self.send(
             tm.ViewStarted(
                 view_epoch=self.view_epoch,

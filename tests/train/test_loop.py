@@ -16,6 +16,7 @@ import torch
 import p2p_dmc as dmc
 from p2p_dmc.core.ledger import sample_permutation
 from p2p_dmc.errors import RunStopped, UserError
+from p2p_dmc.train import state
 from p2p_dmc.train.session import Peer
 from p2p_dmc.wire import trainer_messages as tm
 from tests.train.scripted import ScriptedAgent
@@ -204,6 +205,48 @@ def test_a_view_at_the_barrier(agent: ScriptedAgent, local: tm.Local) -> None:
     if local is tm.Local.COUNTED:
         numbers = [x for batch in one.batches for x in batch]
         assert numbers[:8] == expected_values(agent, *all_stretches(agent))[:8]
+
+
+def test_a_view_that_changes_nothing_here_costs_nothing_of_the_models_size(
+    agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The anchor that this trainer wrote is not read again, nor the delta made again that no reduction has touched."""
+    done: list[str] = []
+    candidate = ""
+
+    def counting(owner: Any, name: str) -> None:
+        whole = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *words: done.append(name) or whole(*words))
+
+    def script(agent: ScriptedAgent) -> None:
+        nonlocal candidate
+        agent.begin(anchor=[1.0])
+        agent.lease(*first(agent, 4))
+        agent.expect(tm.RoundReady)
+        agent.reduce(4, 4)
+        candidate = str(agent.folder / f"slot{agent._slots}")
+        agent.complete()
+        agent.lease(*first(agent, 4))
+        agent.expect(tm.RoundReady)
+        done.clear()
+        agent.view(None, tm.Local.KEEP, slot=candidate)
+        agent.expect(tm.RoundReady)
+        assert done == []
+        agent.send(tm.CancelGroup(view_epoch=agent.view_epoch))
+        agent.view(agent.read(candidate), tm.Local.KEEP)  # the same parameters elsewhere: who knows
+        agent.expect(tm.RoundReady)
+        assert done == ["read_slot"]
+        agent.reduce(4, 4)
+        agent.refuse()  # that has used the delta up
+        agent.view(None, tm.Local.KEEP, slot=str(agent.folder / f"slot{agent._slots - 1}"))
+        agent.expect(tm.RoundReady)
+        assert done == ["read_slot", "gather"]
+        agent.send(tm.TrainerStop(reason=""))
+
+    counting(state, "read_slot")
+    counting(state.FlatParameters, "gather")
+    with agent.play(script), pytest.raises(RunStopped):
+        Script(agent).run()
 
 
 def test_a_reset_between_rounds_drops_the_batch_in_hand(agent: ScriptedAgent) -> None:
