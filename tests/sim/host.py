@@ -133,6 +133,8 @@ class Host:
         self.asleep = False
         """SIGSTOP: neither agent nor trainer does anything."""
         self.holdings = set(range(shards))
+        self.reachable: frozenset[int] = frozenset()
+        """Shards that somebody it reaches has on disk, itself included."""
         self.full = False
         self.speed = 0
         # on disk
@@ -381,7 +383,7 @@ class Host:
         return after_round(
             self.held,
             (view.view_epoch, self.round),
-            anchor_after(self.held.anchor, contributions, view.view_id),
+            anchor_after(self.held.anchor, contributions, (view.view_epoch, self.round)),
             after,
             tuple(header.facts() for header in headers),
             counted,

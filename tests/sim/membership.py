@@ -42,6 +42,8 @@ class Detector:
     ) -> None:
         self.network, self.judge, self.exact = network, judge, exact
         """`exact`: the verdict names the promise version that the last acknowledgement carried. The shell does not."""
+        self.contact = 2
+        """A refusal counts as a crash within so many suspicion times of the last sign of life; as in the shell."""
         self.ages = Ages()
         self.now_ms = 0
 
@@ -84,7 +86,7 @@ class Detector:
         refused = other.core is None or other.boot > boot
         if not host.up or not boot or not refused or not self.network.both_ways(host.peer_id, other.peer_id):
             return
-        in_contact = self.now_ms + host.clock_ms - heard_ms < 2 * SUSPICION_MS
+        in_contact = self.now_ms + host.clock_ms - heard_ms < self.contact * SUSPICION_MS
         if in_contact and host.verdicts.get(other.peer_id) != (boot, Verdict.CRASHED):
             self._note_age(host, other, boot, version)
         self.tell(

@@ -59,12 +59,12 @@ def initial(peer_id: str, counts: Sequence[int], epochs: int) -> Model:
     return Model(ref, None, 0, anchor, ledger, tau)
 
 
-def anchor_after(anchor: bytes, contributions: Sequence[Pieces], view_id: bytes) -> bytes:
+def anchor_after(anchor: bytes, contributions: Sequence[Pieces], lineage: Lineage) -> bytes:
     """The parameters after a round: other samples, other parameters. Without any they stay."""
     if not any(contributions):
         return anchor
     said = repr([[(s.shard, s.lo, s.hi) for s in pieces] for pieces in contributions]).encode()
-    return hashlib.blake2b(anchor + view_id + said, digest_size=16).digest()
+    return hashlib.blake2b(anchor + repr(lineage).encode() + said, digest_size=16).digest()
 
 
 def after_round(

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementSettings,
+    MemberId,
     Ready,
+    Stopped,
     Verdict,
     View,
 )
@@ -70,6 +72,8 @@ class World:
         self.collectives: dict[tuple[bytes, int], Collective] = {}
         self.results: dict[tuple[bytes, int], Model] = {}
         """What each round whose data flowed results in."""
+        self.graves: dict[MemberId, Stopped] = {}
+        """What each incarnation that crashed had promised by then, whoever heard of it."""
         self.hosts: dict[str, Host] = {}
         for name in names:
             self.arrive(name)
@@ -94,7 +98,7 @@ class World:
             quorum=self.quorum,
             promises=host.disk,
             completed=completed.ref,
-            payload=lambda: host.payload(self._reachable_shards(host)),
+            payload=lambda: host.payload(host.reachable),
             rng=MIDDLE,
             settings=self.settings,
             now_ms=self.now + host.clock_ms,
@@ -121,7 +125,11 @@ class World:
         self.faults += 1
         self.say(host, "crashes")
         if host.core is not None:
-            host.last_version = host.boot, host.core.promise_version
+            core = host.core
+            host.last_version = host.boot, core.promise_version
+            self.graves[host.member] = Stopped(
+                member=host.member, n=core._n, base=core._base, pending=tuple(sorted(core._pending))
+            )
         host.reset()
 
     # -- one event of one core -------------------------------------------------------------------
@@ -133,6 +141,7 @@ class World:
         if host.outcome == "finished":
             return Ready(accepted=False)
         self.events += 1
+        host.reachable = self._reachable_shards(host)
         n = core._n
         ready = event(core, self.now + host.clock_ms)
         if self.trace is not None:
