@@ -355,7 +355,7 @@ def test_too_few_looks_are_no_proof() -> None:
 
 def test_the_plot_is_an_image_with_a_line_for_each_process() -> None:
     views = load_views()
-    shown = views.plot({"series": series({})})
+    shown = views.plot(views.columns(series({})))
     tree = ElementTree.fromstring(shown)
     lines = [part for part in tree.iter() if part.tag.endswith("polyline")]
     assert len(lines) == 5 and all(len(line.get("points", "").split()) == 100 for line in lines)

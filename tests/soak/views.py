@@ -23,7 +23,7 @@ The last line of standard output with --json is one object with these keys:
   slopes      per process and quantity: how much it grows per thousand changes, by the fitted line, and the
               standard error of that
   bounds      what each quantity may grow
-  series      [{"changes": n, process: {quantity: value}}, ...]
+  series      {"changes": [n, ...], process: {quantity: [value at each look, ...]}}
   diverged    rounds or views that differ between two peers
   ledger_exact  whether every sample of every finished epoch counted exactly once
   problems    what went wrong, in words
@@ -86,8 +86,8 @@ def main() -> int:
     result = soak(args.changes, args.seed, QUICK_S if args.quick else float("inf"))
     if args.out:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "views.json").write_text(json.dumps(result) + "\n")
-        (RESULTS / "views.svg").write_text(plot(result))
+        (RESULTS / "views.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        (RESULTS / "views.svg").write_text(plot(result["series"]))
     print(json.dumps(result) if args.json else words(result))
     return int(bool(result["problems"]))
 
@@ -122,7 +122,7 @@ def soak(changes: int, seed: int, limit_s: float) -> dict[str, Any]:
             judge(cluster, result, problems)
     result["slopes"] = slopes(result["series"])
     problems += grown(result["slopes"])
-    result["problems"] = problems
+    result["series"], result["problems"] = columns(result["series"]), problems
     return result
 
 
@@ -174,9 +174,10 @@ def look(stable: Sequence[Peer]) -> Sample:
     for peer in stable:
         agent, trainer = psutil.Process(peer.pid), peer.trainer()
         assert trainer is not None, f"{peer.name} has no trainer"
+        promised = sum(p.stat().st_size for p in peer.home.glob("runs/*/agreement.json"))
         found[f"{peer.name} agent"] = held_by(agent) | {
             "shared_files": len(list(Path("/dev/shm").glob(f"dmc-{peer.peer_id[:16]}-*/*"))),
-            "promises_kib": sum(p.stat().st_size for p in peer.home.glob("runs/*/agreement.json")) / 1024,
+            "promises_kib": round(promised / 1024, 2),
         }
         found[f"{peer.name} trainer"] = held_by(trainer)
     return found
@@ -248,18 +249,25 @@ def grown(found: dict[str, dict[str, tuple[float, float]]]) -> list[str]:
     ]
 
 
-def plot(result: dict[str, Any]) -> str:
+def columns(series: Sequence[Sample]) -> dict[str, Any]:
+    """The looks turned: a list for each quantity."""
+    turned: dict[str, Any] = {"changes": [sample["changes"] for sample in series]}
+    for process, held in series[0].items() if series else ():
+        if process != "changes":
+            turned[process] = {
+                quantity: [sample[process][quantity] for sample in series] for quantity in held
+            }
+    return turned
+
+
+def plot(series: dict[str, Any]) -> str:
     """The series of all processes, one panel for each quantity."""
-    series = result["series"]
-    at = [sample["changes"] for sample in series]
-    panels = {}
-    for quantity in ("threads", "descriptors", "listening", "connected", "memory_mib"):
-        panels[quantity.replace("_", " ")] = {
-            process: [sample[process][quantity] for sample in series]
-            for process in series[0]
-            if process != "changes"
-        }
-    return svg(at, panels, "view changes")
+    processes = [name for name in series if name != "changes"]
+    panels = {
+        quantity.replace("_", " "): {process: series[process][quantity] for process in processes}
+        for quantity in ("threads", "descriptors", "listening", "connected", "memory_mib")
+    }
+    return svg(series["changes"], panels, "view changes")
 
 
 def words(result: dict[str, Any]) -> str:
