@@ -256,6 +256,12 @@ class TestStandingViews:
         cluster.verdict("b", UNREACHABLE, by="c")
         assert cluster["c"].left_out and cluster["c"].view is None
 
+    def test_a_voter_that_asks_to_be_let_in_is_lost_to_it_too(self) -> None:
+        cluster = with_learner()
+        cluster.verdict("a", UNREACHABLE, by="c")
+        cluster.do("c", cluster["c"].join_requested("b", cluster.now))
+        assert cluster["c"].left_out
+
 
 class TestOpening:
     def test_what_was_adopted_too_late_is_said_in_the_next_attempt(self) -> None:
@@ -472,6 +478,9 @@ class TestReplacing:
         cluster.verdict("b", REACHABLE, by="a", boot=2)
         later(cluster, "a", 10_000)
         assert cluster["a"].promises.n == 2
+        cluster.now += STUCK_MS
+        word = last_word(cluster.do("a", cluster["a"].join_requested("b", cluster.now)))
+        assert (word.n, word.stopped) == (3, ()), "but if it asks"
 
     def test_for_one_that_says_other_sets(self) -> None:
         cluster = Cluster("abc").run("abc")
@@ -572,4 +581,4 @@ class TestInstalling:
 def test_a_verdict_about_oneself_is_nothing(verdict: object) -> None:
     cluster = Cluster("ab").run("ab")
     assert cluster["a"].verdict("a", 1, verdict, cluster.now).sends == ()  # type: ignore[arg-type]
-    assert not cluster["a"].change_wanted
+    assert not cluster["a"].change_wanted and "a" not in cluster["a"]._book.verdicts

@@ -64,9 +64,10 @@ RESULTS = Path(__file__).parent / "results" / "mutants.json"
 QUICK_S = 90.0
 """With --quick no further mutant begins after so long."""
 MEMORY_BYTES = 4 << 30
-SLOWER = 5
-"""A mutant may take so many times as long as the original, and `GRACE_S`."""
-GRACE_S = 10.0
+SLOWER, GRACE_S = 5, 5
+"""A mutant may take so many times the processor time of the original, and so many seconds."""
+WAIT = 60
+"""It may take so many times its processor time, on a machine that has other things to do."""
 LATE_FILES = ("test_agreement_world.py", "test_mutate.py")
 """The world runs on its own below; this script's test is about this script."""
 
@@ -146,8 +147,8 @@ def lived(seeds: int) -> str | None:
     return None
 
 
-def prepare(module: str, deletion: Deletion | None) -> None:
-    """In the child: forget the modules under test, and find the changed one in their place."""
+def prepare(module: str, deletion: Deletion | None, cpu_s: int) -> None:
+    """In the child: forget the modules under test, and find the changed one in their place; set limits."""
     import hypothesis
 
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "p2p_dmc")]:
@@ -161,6 +162,7 @@ def prepare(module: str, deletion: Deletion | None) -> None:
     )
     hypothesis.settings.load_profile("mutants")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -180,7 +182,7 @@ def attempt(
     deletion: Deletion | None,
     groups: Sequence[Sequence[str]],
     world_seeds: int,
-    deadline_s: float,
+    cpu_s: int,
 ) -> tuple[bool, str]:
     """(noticed, by what), from a child that is gone afterwards."""
     read_fd, write_fd = os.pipe()
@@ -188,17 +190,17 @@ def attempt(
     if pid == 0:
         os.close(read_fd)
         try:
-            prepare(module, deletion)
+            prepare(module, deletion, cpu_s)
             found = killed_by(groups, world_seeds)
         except BaseException as error:  # noqa: BLE001 - the same, and the child ends
             found = type(error).__name__
         os.write(write_fd, (SURVIVED if found is None else found).encode())
         os._exit(0)
     os.close(write_fd)
-    said = heard(read_fd, deadline_s)
+    said = heard(read_fd, WAIT * cpu_s)
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if said is None:
+    _, status = os.waitpid(pid, 0)
+    if said is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
         return True, "the deadline"
     return said != SURVIVED, "" if said == SURVIVED else said or "it died"
 
@@ -243,7 +245,7 @@ def concerned(module: str) -> tuple[list[str], bool]:
 
 @dataclass
 class Killers:
-    """What runs against the mutants of one module, and how long that takes on the original."""
+    """What runs against the mutants of one module, and the processor time that it takes on the original."""
 
     files: list[str]
     world_seeds: int
@@ -257,20 +259,20 @@ class Killers:
         found, world = concerned(module)
         took: dict[str, float] = {}
         for name in [*(files or found), *([WORLD] if world and world_seeds else [])]:
-            began = time.monotonic()
+            began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             tests, seeds = ([], world_seeds) if name == WORLD else ([name], 0)
-            noticed, by = attempt(module, None, [tests], seeds, 600.0)
+            noticed, by = attempt(module, None, [tests], seeds, 600)
             if noticed:
                 raise SystemExit(f"{name} fails on {module}.py as it is: {by}")
-            took[name] = time.monotonic() - began
+            took[name] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
         seeds = world_seeds if WORLD in took else 0
         return cls(sorted(set(took) - {WORLD}, key=took.__getitem__), seeds, sum(took.values()))
 
     def run(self, module: str, deletion: Deletion) -> Verdict:
         first = self.last.get(deletion.function, self.files[0])
         groups = [[first], [name for name in self.files if name != first]]
-        deadline_s = SLOWER * self.seconds + GRACE_S
-        killed, by = attempt(module, deletion, groups, self.world_seeds, deadline_s)
+        cpu_s = round(SLOWER * self.seconds) + GRACE_S
+        killed, by = attempt(module, deletion, groups, self.world_seeds, cpu_s)
         file = by.partition("::")[0]
         if file in self.files:
             self.last[deletion.function] = file
