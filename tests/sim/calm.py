@@ -141,17 +141,16 @@ def reopen(world: World, host: Host | None) -> None:
 
 
 def yield_history(world: World, host: Host | None) -> None:
-    """With `Quorum.ANY` the history with fewer samples committed gives way."""
-    if host is None or not host.up or host.core is None or not host.core.history or host.outcome:
+    """With `Quorum.ANY` the history with fewer samples committed gives way; so does one that is only courted."""
+    if host is None or not host.up or host.core is None or host.outcome:
         return
-    mine = _samples(host)
-    for other in list(world.hosts.values()):
+    mine = _samples(host), host.core.history or host.core._courted
+    for other in list(world.hosts.values()) if mine[1] else ():
         core = other.core
-        strange = core is not None and other.up and core.history not in (b"", host.core.history)
+        strange = core is not None and other.up and core.history not in (b"", mine[1])
         if not strange or core is None or not world.network.both_ways(host.peer_id, other.peer_id):
             continue
-        ahead = (_samples(other), core.history) > (mine, host.core.history)
-        if ahead and (mine == 0 or world.quorum is Quorum.ANY):
+        if (_samples(other), core.history) > mine and (mine[0] == 0 or world.quorum is Quorum.ANY):
             give_up(world, host)
             return
 

@@ -68,9 +68,8 @@ SLOWER, GRACE_S = 5, 5
 """A mutant may take so many times the processor time of the original, and so many seconds."""
 WAIT = 60
 """It may take so many times its processor time, on a machine that has other things to do."""
-LATE_FILES = ("test_agreement_world.py", "test_mutate.py")
-"""The world runs on its own below; this script's test is about this script."""
-
+SLOW = Path("tests/core/test_agreement_world.py")
+"""What it runs is run on its own, below."""
 WORLD, SURVIVED = "the random world", "survived"
 
 Verdict = dict[str, Any]
@@ -136,14 +135,16 @@ def tested(paths: Sequence[str]) -> str | None:
 
 
 def lived(seeds: int) -> str | None:
-    """Random lives of the agreement world."""
-    from tests.core import agreement_world
+    """Random lives of whole peers."""
+    from tests.sim import schedule
 
     for seed in range(seeds):
         try:
-            agreement_world.run(seed, 500)
+            failure = schedule.explore(seed, 500).failure
         except Exception as error:  # noqa: BLE001 - whatever it is, the mutant caused it
-            return f"{WORLD}, seed {seed}: {type(error).__name__}"
+            failure = error
+        if failure is not None:
+            return f"{WORLD}, seed {seed}: {type(failure).__name__}"
     return None
 
 
@@ -235,11 +236,9 @@ def reach(path: Path, seen: set[Path] | None = None) -> set[Path]:
 def concerned(module: str) -> tuple[list[str], bool]:
     """Test files that import the module, and whether the random world does."""
     target = Path("p2p_dmc/core") / f"{module}.py"
-    files = [
-        path for folder in ("tests/core", "tests/sim") for path in sorted(Path(folder).glob("test_*.py"))
-    ]
-    chosen = [str(path) for path in files if path.name not in LATE_FILES and target in reach(path)]
-    world = Path("tests/core/agreement_world.py")
+    files = [*sorted(Path("tests/core").glob("test_*.py")), Path("tests/sim/test_scenarios.py")]
+    chosen = [str(path) for path in files if path.is_file() and path != SLOW and target in reach(path)]
+    world = Path("tests/sim/schedule.py")
     return chosen, world.is_file() and target in reach(world)
 
 

@@ -145,14 +145,8 @@ def measure(first_seed: int, lives: int, rule: str) -> dict[str, Any]:
             found["behind_last_ack"] += ages.behind_the_ack
             events += run.world.events
             violations += run.failure is not None
-    names = ("crashes_seen", "behind_last_word", "behind_last_ack", "decisions", "counted_a_crash")
-    names += ("with_old_promises", "outcome_differs", "lost_from_disk")
-    return {
-        "lives": lives,
-        "events": events,
-        **{name: found[name] for name in names},
-        "violations": violations,
-    }
+    counts = {name: found[name] for name in COUNTED}
+    return {"lives": lives, "events": events, **counts, "violations": violations}
 
 
 def main() -> int:

@@ -1,0 +1,157 @@
+"""Random lives of whole peers end well; they are reproducible, notice what is wrong, and shrink to what matters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from p2p_dmc.core.quorum import Quorum
+from tests.sim import calm
+from tests.sim.decisions import apply, written
+from tests.sim.invariants import Violation
+from tests.sim.model import Model
+from tests.sim.mutants import mutant
+from tests.sim.schedule import Run, explore, replay, setting_of, shrink, story
+from tests.sim.world import World
+
+
+def well(run: Run) -> Run:
+    assert run.failure is None, story(run)
+    return run
+
+
+class TestLives:
+    @pytest.mark.parametrize("first", range(0, 120, 30))
+    def test_they_end_well(self, first: int) -> None:
+        runs = [well(explore(seed)) for seed in range(first, first + 30)]
+        assert all(run.world.events >= 300 or run.world.over() for run in runs)
+
+    @pytest.mark.parametrize("quorum", [Quorum.STRICT, Quorum.ANY])
+    def test_with_other_quorums(self, quorum: Quorum) -> None:
+        for seed in range(200, 225):
+            well(explore(seed, quorum=quorum))
+
+    def test_everything_happens_in_them(self) -> None:
+        runs = [well(explore(seed, settle=False)) for seed in range(300, 340)]
+        assert sum(run.world.faults for run in runs) > 300
+        assert sum(run.world.checker.commits for run in runs) > 300
+        verbs = {decision[0] for run in runs for decision in run.decisions}
+        assert verbs >= {
+            "crash",
+            "restart",
+            "freeze",
+            "cut",
+            "deaf",
+            "withdraw",
+            "leave",
+            "fail",
+            "drop",
+            "twice",
+        }
+        assert verbs >= {
+            "checkpoint",
+            "lose",
+            "bad",
+            "wipe",
+            "stop",
+            "arm",
+            "force",
+            "refused",
+            "suspect",
+            "jump",
+        }
+        hosts = [host for run in runs for host in run.world.hosts.values()]
+        assert any(host.held.ledger.epoch for host in hosts) and any(
+            host.outcome == "finished" for host in hosts
+        )
+
+
+class TestReproduction:
+    def test_a_seed_is_a_life(self) -> None:
+        assert explore(5).decisions == explore(5).decisions
+
+    def test_decisions_are_a_life(self) -> None:
+        run = explore(7)
+        again = replay(run.setting, run.decisions)
+        assert again.world.events == run.world.events and again.world.now == run.world.now
+        assert {n: h.held.ref for n, h in again.world.hosts.items()} == {
+            n: h.held.ref for n, h in run.world.hosts.items()
+        }
+
+    def test_the_wall_clock_does_not_matter(self) -> None:
+        """Time comes in, and it is the monotonic one, which starts anywhere on each host."""
+        run = explore(11)
+        calm_clocks = [decision for decision in run.decisions if decision[0] != "jump"]
+        rng = random.Random(1)
+        wild: list[tuple[object, ...]] = []
+        for decision in calm_clocks:
+            wild += [decision, ("jump", rng.choice(["p0", "p1"]), rng.randrange(-(10**10), 10**10))]
+        traces: list[list[str]] = [[], []]
+        for decisions, trace in zip((calm_clocks, wild), traces, strict=True):
+            replay(run.setting, decisions, trace.append)
+        told = [[line for line in trace if not line.startswith("> jump")] for trace in traces]
+        assert told[0] == told[1]
+
+
+class TestNotices:
+    @pytest.mark.parametrize("rule", ["joint", "quorum", "forgotten", "with_checkpoint", "record", "fresh"])
+    def test_a_missing_rule(self, rule: str) -> None:
+        with mutant(rule):
+            assert any(explore(seed, settle=False).failure for seed in range(60))
+
+    def test_that_nothing_happens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calm, "SETTLE_MS", 3_000)
+        monkeypatch.setattr(calm, "mend", lambda world: None)
+        world = World(3)
+        with pytest.raises(Violation, match="nothing happens"):
+            apply(world, ("settle",))
+
+    def test_a_sample_that_counts_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A trainer whose delta has other samples than its header says."""
+        world = World(["a", "b"])
+        _begin(world)
+        apply(world, ("enter", "a"))
+        trainer = world.hosts["a"].trainer
+        assert trainer is not None
+        trainer.local.append(replace(trainer.local[0], lo=0, hi=1))
+        with pytest.raises(Violation, match="invariant 6: divided by"):
+            apply(world, ("enter", "b"))
+
+    def test_two_states_of_one_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(["a", "b"])
+        _begin(world)
+        apply(world, ("enter", "a"))
+        apply(world, ("enter", "b"))
+        apply(world, ("finish", "a"))
+        host = world.hosts["b"]
+        wrong: Model = replace(host.outcome_of(host.reducing), ref=replace(host.held.ref, lineage=(1, 1)))
+        monkeypatch.setattr(host, "outcome_of", lambda collective: wrong)
+        with pytest.raises(Violation, match="invariant 3: one lineage names two states"):
+            apply(world, ("finish", "b"))
+
+
+def _begin(world: World) -> None:
+    apply(world, ("found", *world.hosts))
+    apply(world, ("flush",))
+    for name in world.hosts:
+        apply(world, ("adopt", name))
+
+
+class TestShrinking:
+    def test_what_is_left_is_short_and_fails_alike(self) -> None:
+        with mutant("quorum"):
+            seed = next(seed for seed in range(60) if explore(seed, settle=False).failure)
+            run = explore(seed, settle=False)
+            short = shrink(run, most_replays=400)
+            assert short.failure is not None and len(short.decisions) < len(run.decisions)
+            assert isinstance(short.failure, Violation) and isinstance(run.failure, Violation)
+            assert short.failure.invariant == run.failure.invariant
+            told = story(short)
+        assert all(f"> {written(decision)}" in told for decision in short.decisions)
+        assert told.splitlines()[-1] == f"! {short.failure}"
+
+    def test_seeds_differ_in_their_setting(self) -> None:
+        settings = {setting_of(seed) for seed in range(60)}
+        assert {setting.peers for setting in settings} == set(range(2, 9)) and len(settings) > 10
