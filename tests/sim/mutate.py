@@ -68,8 +68,6 @@ SLOWER, GRACE_S = 5, 5
 """A mutant may take so many times the processor time of the original, and so many seconds."""
 WAIT = 60
 """It may take so many times its processor time, on a machine that has other things to do."""
-SLOW = Path("tests/core/test_agreement_world.py")
-"""What it runs is run on its own, below."""
 WORLD, SURVIVED = "the random world", "survived"
 
 Verdict = dict[str, Any]
@@ -237,7 +235,7 @@ def concerned(module: str) -> tuple[list[str], bool]:
     """Test files that import the module, and whether the random world does."""
     target = Path("p2p_dmc/core") / f"{module}.py"
     files = [*sorted(Path("tests/core").glob("test_*.py")), Path("tests/sim/test_scenarios.py")]
-    chosen = [str(path) for path in files if path.is_file() and path != SLOW and target in reach(path)]
+    chosen = [str(path) for path in files if path.is_file() and target in reach(path)]
     world = Path("tests/sim/schedule.py")
     return chosen, world.is_file() and target in reach(world)
 
