@@ -303,6 +303,9 @@ class TestFrozen:
         assert cluster["c"].left_out and cluster["c"].promises.n == 3
         word = last_word(cluster["a"].at_barrier(cluster.now))
         assert word.n == 3
+        greater = replace(word, sender=member("b"), n=6, candidates=("a", "b"), stopped=())
+        cluster.do("c", cluster["c"].receive(greater, cluster.now))
+        assert cluster["c"].left_out and cluster["c"].promises.n == 3
         cluster.do("c", cluster["c"].receive(replace(word, candidates=("a", "b"), stopped=()), cluster.now))
         assert cluster["c"].left_out
 
@@ -395,8 +398,9 @@ class TestSurpassed:
 
     def test_one_that_has_said_less_is_not(self) -> None:
         cluster = self.attempt()
-        cluster.do("a", cluster["a"].receive(Surpassed(sender=member("b"), n=1), cluster.now))
-        assert cluster["a"].promises.n == 2
+        for n in (4, 2):
+            cluster.do("a", cluster["a"].receive(Surpassed(sender=member("b"), n=n), cluster.now))
+        assert cluster["a"].promises.n == 5
 
     def test_nor_a_stranger(self) -> None:
         cluster = self.attempt()
@@ -453,8 +457,18 @@ class TestAdopting:
         cluster["a"].at_barrier(cluster.now)
         for unknown in (state(7, 7), state(1, 1, "other")):
             cluster["a"].adopted(unknown, cluster.now)
+            assert cluster["a"]._late is None
         ready = cluster["a"].receive(Surpassed(sender=member("b"), n=4), cluster.now)
         assert last_word(ready).completed == state(1, 1)
+
+    def test_one_that_is_not_behind_adopts_nothing(self) -> None:
+        cluster = Cluster("ab").run("ab")
+        assert not cluster["a"].adopted(state(1, 7), cluster.now).accepted
+        assert cluster["a"].completed == state(1, 1)
+
+    def test_one_that_is_behind_adopts_nothing_older_than_the_start(self) -> None:
+        cluster = with_learner()
+        assert not cluster["c"].adopted(state(0, 5), cluster.now).accepted and cluster["c"].behind
 
     def test_a_newcomer_that_waits_keeps_nothing(self) -> None:
         cluster = Cluster("a")
@@ -494,6 +508,12 @@ class TestChangeWanted:
         cluster["a"].at_barrier(cluster.now)
         assert not cluster["a"].wants_change("failed", cluster.now, at_once=True).accepted
         assert cluster["a"].wants_change("holdings", cluster.now, at_once=False).accepted
+
+    def test_a_failed_reduction_is_held_against_a_learner_once(self) -> None:
+        cluster = with_learner()
+        for _ in range(2):
+            cluster.do("b", cluster["b"].wants_change("failed", cluster.now, at_once=True))
+        assert cluster["b"]._failures == {"c": 1}
 
     def test_a_learner_has_caught_up_when_it_holds_a_state_of_its_view(self) -> None:
         cluster = with_learner()

@@ -21,6 +21,7 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "Agreement.complete: self.frozen [dropped]": VIEW_STANDS,
         "Agreement.foreign_header: self.view is None [dropped]": WORD_IS_THERE,
         "Agreement.foreign_header: self._word is None [dropped]": WORD_IS_THERE,
+        "Agreement.wants_change: self.view is not None [dropped]": VIEW_STANDS,
         "Agreement.adopted: view is None [dropped]": VIEW_STANDS,
         "Agreement.adopted: self.frozen [dropped]": VIEW_STANDS,
     },
@@ -56,6 +57,7 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "AgreementMachine._adopt: self.view is not None [dropped]": "for the type checker: asked in a view only",
         "AgreementMachine._on_propose_standing: mine is not None [dropped]": WORD_IS_THERE,
         "AgreementMachine._on_propose_standing: mine is not None [dropped] #2": WORD_IS_THERE,
+        "AgreementMachine._on_cause: self._word is not None [dropped]": WORD_IS_THERE,
         "AgreementMachine._follow: self._attempt is not None [true]": (
             "for the type checker: it was opened in the line before"
         ),
