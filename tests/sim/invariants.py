@@ -101,6 +101,8 @@ class Checker:
         for commit in reversed(line):
             if model.descends_from(commit.model):
                 break
+            if not before and commit.model.descends_from(model):
+                continue  # who learns late that it is committed
             if before and commit.model.ref.lineage[0] >= before:
                 continue
             for member in commit.voters:
