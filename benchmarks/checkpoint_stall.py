@@ -42,6 +42,7 @@ def turn(options: Any, every: str, rounds: int, width: int) -> dict[str, Any]:
     with Ours(PEERS, width, STEP_S, options.seed, ["--checkpoint-every", every]) as ours:
         name = ours.names[0]
         try:
+            ours.start()
             wait(ours, lambda: len(ours.steps(name)) > WARM_ROUNDS + rounds, f"{rounds} rounds")
         except HungError as error:
             return {"violations": [str(error).partition("\n")[0]]}

@@ -93,7 +93,9 @@ class Measurement:
     def measure(self, name: str, peers: int, contestant: Any, kinds: Sequence[str]) -> None:
         """The trials of these kinds, one cluster for all; a hang ends it."""
         with contestant:
+            kind = kinds[0]
             try:
+                contestant.start()
                 for kind in kinds:
                     self._trials(name, peers, contestant, kind)
             except HungError as error:

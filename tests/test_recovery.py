@@ -112,6 +112,8 @@ class Pretended:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def start(self) -> None: ...
+
     def steps(self, name: str) -> Sequence[Any]:
         step = load("recovery_kit.steps").Step
         ends = [begins for begins, _ in self._groups[1:]] + [time.time()]
@@ -265,6 +267,7 @@ def test_foreign_peers_are_processes_that_can_be_hurt_and_brought_back(tmp_path:
             return [self._python, script]
 
     with Pretending(Path(sys.executable), 3, 8, 0.0, 0) as peers:
+        peers.start()
         wait_for(lambda: all(len(peers.steps(name)) > 3 for name in peers.names))
         peers.fault("silence", "p0")
         time.sleep(0.1)

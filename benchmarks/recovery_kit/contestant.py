@@ -29,10 +29,12 @@ class Contestant(Protocol):
     def patience_s(self) -> float:
         """How long it may take them to begin, to go on after a fault, or to be together again."""
 
-    def __enter__(self) -> Any:
-        """Start all peers."""
+    def __enter__(self) -> Any: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+    def start(self) -> None:
+        """Start all peers; HungError."""
 
     def steps(self, name: str) -> Sequence[Step]:
         """The complete steps of one peer so far."""
@@ -47,7 +49,7 @@ class Contestant(Protocol):
         """From the fault to the first survivor's word of it, in seconds; None where nobody writes that down."""
 
     def bring_back(self, kind: str, name: str) -> None:
-        """Let that peer take part again; returns at once."""
+        """Let that peer take part again; returns at once. HungError."""
 
     def said(self) -> str:
         """Everybody's last words, for a failure."""

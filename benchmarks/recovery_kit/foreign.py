@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from recovery_kit.contestant import HungError
 from recovery_kit.steps import Step
 
 FOLDER = Path(__file__).parent
@@ -45,10 +46,12 @@ class Foreign:
         self._read: dict[str, tuple[int, list[Step]]] = {}
 
     def __enter__(self) -> Foreign:
+        return self
+
+    def start(self) -> None:
         self.prepare()
         for name in self.names:
             self._start(name)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for mark in (*self.names, CENTRAL):
@@ -200,7 +203,7 @@ class Hivemind(Foreign):
         end_s = time.monotonic() + self.patience_s
         while not (announced.exists() and announced.read_text()):
             if time.monotonic() > end_s or self._central[0].poll() is not None:
-                raise RuntimeError(f"hivemind's DHT does not start\n{self.said()}")
+                raise HungError(f"hivemind's DHT does not start\n{self.said()}")
             time.sleep(POLL_S)
         self._initial = announced.read_text()
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from recovery_kit.contestant import HungError
 from recovery_kit.steps import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from p2p_dmc.errors import UserError  # noqa: E402
 from tests.system.checks import check_digests, check_ledger  # noqa: E402
 from tests.system.cluster import Cluster, write_samples  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("ours_peer.py")
 SAMPLES = 400
 RUN = SCRIPT.stem
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """What the cluster waited for in vain is a hang."""
+    try:
+        yield
+    except AssertionError as error:
+        raise HungError(str(error)) from None
 
 
 class Ours:
@@ -39,14 +51,18 @@ class Ours:
         self._cluster = Cluster(Path(self._folder.name) / "peers")
 
     def __enter__(self) -> Ours:
+        return self
+
+    def start(self) -> None:
         data = write_samples(Path(self._folder.name) / "recovery", SAMPLES, self._seed)
-        seed = self._cluster.seed(data, "--name", "recovery", name=self.names[0])
+        with in_time():
+            seed = self._cluster.seed(data, "--name", "recovery", name=self.names[0])
         for name in self.names:
             options = ["--min-peers", str(len(self.names)), *self._options]
             self._cluster.join(name, seed, *self._script, options=options, script=SCRIPT)
-        for name in self.names:
-            self._cluster.listening(self._cluster.peer(name))
-        return self
+        with in_time():
+            for name in self.names:
+                self._cluster.listening(self._cluster.peer(name))
 
     def __exit__(self, *_: object) -> None:
         self._cluster.close()
@@ -94,7 +110,8 @@ class Ours:
             peer.go_on()
             return
         if kind == "leave":
-            self._cluster.wait(lambda: not peer.running, f"{name} has left", self.patience_s)
+            with in_time():
+                self._cluster.wait(lambda: not peer.running, f"{name} has left", self.patience_s)
         if not peer.running:
             self._cluster.restart(peer)
 
@@ -110,6 +127,6 @@ class Ours:
         for check in (check_digests, check_ledger):
             try:
                 check(homes, RUN)
-            except AssertionError as error:
+            except (AssertionError, UserError) as error:
                 found += str(error).splitlines()
         return found
