@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from p2p_dmc.core.agreement import IDLE_MS
 from p2p_dmc.core.agreement_messages import (
     Cause,
@@ -799,3 +801,11 @@ def test_promotion_makes_a_voter() -> None:
         cluster.do(name, cluster[name].at_barrier(cluster.now))
     cluster.deliver()
     assert voters(cluster, "a") == "abc" and MemberId(peer_id="c", boot=1) in cluster["b"].view.voters  # type: ignore[union-attr]
+
+
+def test_an_attempt_has_the_greatest_number_said() -> None:
+    cluster = Cluster("ab").run("ab")
+    cluster["a"].at_barrier(cluster.now)
+    cluster["a"]._n += 1
+    with pytest.raises(AssertionError, match="attempt 2 while 3 was said"):
+        cluster["a"].check_invariants()
