@@ -81,8 +81,10 @@ class AgreementMachine(AgreementState):
     ) -> None:
         """Freeze and say the first word of attempt n. What it says of this peer is fixed here.
 
-        The voters of the last view vote again, and those named. A joiner is not among them until it caught up.
+        The voters of the last view vote again, and those named. A joiner is not among them until it caught up, nor is
+        who was left out of a later view: it may be far behind, and nobody waits for it.
         """
+        last = self._last if not self.left_out else None
         self._freeze()
         self._take_strike()
         if self._late is not None and self._late.lineage > self.completed.lineage:
@@ -111,10 +113,10 @@ class AgreementMachine(AgreementState):
         gap_ms = min(self._settings.stuck_max_ms, self._settings.stuck_ms << min(self._raises, 10))
         attempt.replace_at_ms = self._now + self._randomised(gap_ms)
         self._attempt, self._decision = attempt, None
-        last = [peer for peer in self._last_peers() if not self._shunned(peer)]
-        everybody = {self.me.peer_id, *last, *candidates}
+        peers = [peer for peer in self._last_peers() if not self._shunned(peer)]
+        everybody = {self.me.peer_id, *peers, *candidates}
         gone = {peer for peer in everybody if peer != self.me.peer_id and self._book.gone(peer)}
-        remembered = [v for v in self._last.voters if not self._book.superseded(v)] if self._last else []
+        remembered = [v for v in last.voters if not self._book.superseded(v)] if last is not None else []
         voting = {*voters, *(v.peer_id for v in remembered)}
         attempt.grow(everybody, {*stopped, *gone}, voting, self._evicted, self._now)
         self._say(attempt, why)
