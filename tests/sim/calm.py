@@ -8,25 +8,25 @@ from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.quorum import Quorum
 from tests.sim.host import Host
 from tests.sim.invariants import Violation
-from tests.sim.world import TURN_MS, World
+from tests.sim.world import World
 
 SETTLE_MS = 120_000
 """Virtual time within which all must train together once all faults have ended."""
+TURN_MS = 25
+"""Every shell looks after everything this often."""
 SAMPLES = 2
 """A round's, of each trainer in calm."""
 
 
 def deliver_all(world: World) -> bool:
     """Everything that is on its way now arrives; False if there was nothing."""
-    from tests.sim.decisions import deliver
-
     if not world.network.flying:
         return False
     links = [(link, len(queue)) for link, queue in sorted(world.network.flying.items())]
     for (source, destination), count in links:
         if not world.hosts[destination].asleep:
             for _ in range(count):
-                deliver(world, source, destination)
+                world.deliver(source, destination)
     return any(not world.hosts[destination].asleep for (_, destination), _ in links)
 
 
@@ -66,16 +66,16 @@ def shell(world: World, host: Host, number: int) -> None:
             reopen(world, host)
         return
     if not host.opened and (host.learning or number % 4 == 0):
-        world._adopt(host)
+        world.adopt(host)
     if not host.training:
         return
     if host.reducing is not None:
         if not host.reducing.done and not _together(world, host):
-            world._fail(host, ())
+            world.fail(host, ())
         else:
-            world._finish(host)
+            world.finish(host)
     elif host.own() is None:
-        world._enter(host, SAMPLES, 0, ())
+        world.enter(host, SAMPLES, 0, ())
     elif number % 4 == 0:
         repeat(world, host.peer_id)
 
@@ -104,7 +104,7 @@ def repeat(world: World, name: str) -> None:
         core = host.core
         assert core is not None
         own = own._replace(change=core.change_wanted, closing=host.stop_asked)
-    world._say_header(host, own)
+    world.say_header(host, own)
 
 
 def ask(world: World, host: Host | None) -> None:
@@ -116,7 +116,7 @@ def ask(world: World, host: Host | None) -> None:
     for other in list(world.hosts.values()):
         reachable = other is not host and other.up and world.network.both_ways(host.peer_id, other.peer_id)
         if reachable and other.outcome == "finished":
-            world._finished(host, other.held)
+            world.finished(host, other.held)
             return
         if reachable and other.opened and not other.outcome:
             world.act(other, lambda core, now: core.join_requested(host.peer_id, now))
@@ -214,16 +214,12 @@ def mend(world: World) -> None:
         host.holdings = set(range(host.shards))
         if host.core is None and host.boot:
             _start_again(world, host)
-        if host.core is not None and host.trainer is None:
-            from tests.sim.decisions import rejoin
-
-            rejoin(world, host.peer_id)
+        if host.up:
+            world.rejoin(host)
 
 
 def _start_again(world: World, host: Host) -> None:
-    from tests.sim.decisions import restart
-
-    restart(world, host.peer_id)
+    world.restart(host)
     host.stop_asked = False
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Ready, Stopped, Withdrawal
+from p2p_dmc.core.agreement_messages import Ready, Stopped
 from tests.sim import calm
-from tests.sim.host import Host, Trainer
-from tests.sim.invariants import require
+from tests.sim.host import Host
 from tests.sim.network import Farewell
 from tests.sim.world import Decision, World
 
@@ -50,36 +49,15 @@ def tick(world: World, name: str) -> None:
 
 
 @verb
-def deliver(world: World, source: str, destination: str, index: int = 0, *, keep: bool = False) -> None:
+def deliver(world: World, source: str, destination: str, index: int = 0) -> None:
     """deliver A B [K]: the K-th message on its way from A to B arrives, or is lost at a cut."""
-    host = world.hosts.get(destination)
-    if host is None or host.asleep:
-        return
-    message = world.network.take(source, destination, index, keep=keep)
-    if message is None or not host.up or host.outcome or not world.network.linked(source, destination):
-        return
-    if isinstance(message, Farewell):
-        host.learn_strikes(message.strikes)
-        stopped = message.stopped
-        world.act(host, lambda core, now: core.withdrawn(stopped, now))
-        return
-    sent = message
-    core = host.core
-    assert core is not None
-    sender = message.stopped.member if isinstance(message, Withdrawal) else message.sender
-    stale = core._book.superseded(sender)
-    before = core._attempt.words.get(sender.peer_id) if stale and core._attempt is not None else None
-    world.act(host, lambda core, now: core.receive(sent, now))
-    if stale and host.core is core and core._attempt is not None:
-        word = core._attempt.words.get(sender.peer_id)
-        heard = word is None or word is before or word.sender != sender
-        require(7, heard, "{} listens to the fenced {}", destination, sender)
+    world.deliver(source, destination, index)
 
 
 @verb
 def twice(world: World, source: str, destination: str, index: int = 0) -> None:
     """twice A B [K]: it arrives, and will do so again."""
-    deliver(world, source, destination, index, keep=True)
+    world.deliver(source, destination, index, keep=True)
 
 
 @verb
@@ -161,17 +139,8 @@ def arm(world: World, name: str, words: int) -> None:
 @verb
 def restart(world: World, name: str, memory: str = "") -> None:
     """restart A [memory | dark]: its agent starts again; its shared memory is still there, or power failed."""
-    host = world.hosts.get(name)
-    if host is None or host.core is not None or host.outcome == "finished" or host.boot == 0:
-        return
-    held = host.memory if memory == "memory" else None
-    if not host.closed:
-        host.boot += 1
-    host.outcome = ""
-    completed = held or host.checkpoint or host.first
-    world._start(host, completed)
-    host.asleep = False
-    world.say(host, f"starts from {completed.ref.lineage}")
+    if (host := world.hosts.get(name)) is not None:
+        world.restart(host, memory=memory == "memory")
 
 
 @verb
@@ -241,11 +210,8 @@ def withdraw(world: World, name: str, in_hand: str = "") -> None:
 @verb
 def rejoin(world: World, name: str) -> None:
     """rejoin A: its agent has started another trainer."""
-    host = _host(world, name)
-    if host is not None and host.trainer is None and not host.outcome:
-        host.trainer = Trainer()
-        world.say(host, "rejoins")
-        world.act(host, lambda core, now: core.rejoin(now))
+    if (host := _host(world, name)) is not None:
+        world.rejoin(host)
 
 
 @verb
@@ -261,14 +227,14 @@ def join(world: World, name: str) -> None:
 def enter(world: World, name: str, samples: int = 2, prefetch: int = 0, *lost: str) -> None:
     """enter A [N [PREFETCH [X Y ...]]]: N local steps are done and its header is said, which X and Y miss."""
     if (host := world.hosts.get(name)) is not None:
-        world._enter(host, samples, prefetch, lost)
+        world.enter(host, samples, prefetch, lost)
 
 
 @verb
 def bad(world: World, name: str, samples: int = 1) -> None:
     """bad A [N]: its delta is not finite."""
     if (host := world.hosts.get(name)) is not None:
-        world._enter(host, samples, 0, (), finite=False)
+        world.enter(host, samples, 0, (), finite=False)
 
 
 @verb
@@ -281,14 +247,14 @@ def repeat(world: World, name: str) -> None:
 def finish(world: World, name: str) -> None:
     """finish A: the collective ends well there."""
     if (host := world.hosts.get(name)) is not None:
-        world._finish(host)
+        world.finish(host)
 
 
 @verb
 def fail(world: World, name: str, *lost: str) -> None:
     """fail A [X Y ...]: the collective fails there; X and Y are not told."""
     if (host := world.hosts.get(name)) is not None:
-        world._fail(host, lost)
+        world.fail(host, lost)
 
 
 @verb
@@ -307,7 +273,7 @@ def checkpoint(world: World, name: str) -> None:
 def adopt(world: World, name: str) -> None:
     """adopt A: its download of the state that its view starts from ends; a learner's gets on by a step."""
     if (host := world.hosts.get(name)) is not None:
-        world._adopt(host)
+        world.adopt(host)
 
 
 @verb

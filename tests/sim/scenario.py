@@ -14,7 +14,8 @@
     settle                    all is mended, and all must soon train together; without its trace
     show A                    where A stands
     expect A ...              view N VOTERS [teaching LEARNERS] | no view | at EPOCH ROUND | behind | current |
-                              waits WORDS | counted N (samples of all epochs) | epoch N | boot N | finished | stopped
+                              waits WORDS | counted N (samples of all epochs) | skipped N | epoch N | boot N |
+                              finished | stopped
 
 Names joined by + are voters or learners in ring order. An `expect` that fails is a failure however the traces are
 written; `REWRITE=1 pytest tests/sim/test_scenarios.py` writes the traces anew.
@@ -188,6 +189,7 @@ def expect(world: World, name: str, words: list[str]) -> None:
         "current": lambda: _state(host),
         "waits": lambda: wanted if wanted[6:] in _waits(host) else f"waits {_waits(host)}",
         "counted": lambda: f"counted {host.held.ledger.samples_total}",
+        "skipped": lambda: f"skipped {host.held.ledger.progress()[1]}",
         "epoch": lambda: f"epoch {host.held.ledger.epoch}",
         "boot": lambda: f"boot {host.boot}",
         "finished": lambda: host.outcome or "goes on",

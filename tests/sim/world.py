@@ -1,182 +1,25 @@
 """The world: machines, network, failure detectors and collectives, moved by decisions alone.
 
-A decision is a tuple of a verb and its arguments; nothing in here is random, so a list of decisions is a run. One that
-makes no sense at its time has no effect, so a list with gaps is a run, too. `VERBS` says what there is.
+A decision is a tuple of a verb and its arguments (`decisions.py`); nothing in here is random, so a list of decisions is
+a run. One that makes no sense at its time has no effect, so a list with gaps is a run, too.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import (
-    AgreementSettings,
-    MemberId,
-    Ready,
-    Stopped,
-    Verdict,
-    View,
-)
-from p2p_dmc.core.quorum import Quorum
+from p2p_dmc.core.agreement_messages import View
 from tests.sim.collective import Collective
-from tests.sim.host import DOWNLOAD_STEPS, KEPT_ROUNDS, Header, Host, Trainer
-from tests.sim.invariants import Checker, require
-from tests.sim.membership import Detector
-from tests.sim.model import Model, initial
-from tests.sim.network import Network
+from tests.sim.host import DOWNLOAD_STEPS, KEPT_ROUNDS, Header, Host
+from tests.sim.invariants import require
+from tests.sim.model import Model
+from tests.sim.stage import Stage
 
 Decision: TypeAlias = tuple[Any, ...]
 
-COUNTS = (11, 7, 9)
-"""Samples of each shard: small, so that epochs end."""
-TURN_MS = 25
-"""In calm, everybody's shell looks after everything this often."""
 
-
-class Middle(random.Random):
-    """A generator for timers: always in the middle, so that a run is its decisions."""
-
-    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
-        return start // 2 if stop is None else (start + stop) // 2
-
-
-MIDDLE = Middle()
-
-
-class World:
-    """See the module's docstring."""
-
-    def __init__(
-        self,
-        peers: int | list[str],
-        quorum: Quorum = Quorum.MAJORITY,
-        *,
-        epochs: int = 1_000,
-        skip_lost: bool = False,
-        exact: bool = False,
-        settings: AgreementSettings | None = None,
-        trace: Callable[[str], None] | None = None,
-    ) -> None:
-        names = [f"p{i}" for i in range(peers)] if isinstance(peers, int) else peers
-        self.quorum, self.epochs, self.skip_lost = quorum, epochs, skip_lost
-        self.settings = settings or AgreementSettings()
-        self.trace = trace
-        self.now = 0
-        self.events = 0
-        self.faults = 0
-        self.network = Network()
-        self.detector = Detector(self.network, self._judge, exact=exact)
-        self.checker = Checker(one_history=quorum is not Quorum.ANY)
-        self.collectives: dict[tuple[bytes, int], Collective] = {}
-        self.results: dict[tuple[bytes, int], Model] = {}
-        """What each round whose data flowed results in."""
-        self.graves: dict[MemberId, Stopped] = {}
-        """What each incarnation that crashed had promised by then, whoever heard of it."""
-        self.hosts: dict[str, Host] = {}
-        for name in names:
-            self.arrive(name)
-
-    # -- machines --------------------------------------------------------------------------------
-
-    def arrive(self, name: str) -> None:
-        """A new machine, with an agent and a trainer that waits for a view."""
-        if name in self.hosts:
-            return
-        host = Host(name, initial(name, COUNTS, self.epochs), len(COUNTS))
-        host.clock_ms = 1_000 * (7 * len(self.hosts) % 5)
-        self.hosts[name] = host
-        self._start(host, host.first)
-
-    def _start(self, host: Host, completed: Model) -> None:
-        host.held = completed
-        host.models[completed.ref.digest] = completed
-        host.trainer = Trainer()
-        host.core = Agreement(
-            me=host.member,
-            quorum=self.quorum,
-            promises=host.disk,
-            completed=completed.ref,
-            payload=lambda: host.payload(host.reachable),
-            rng=MIDDLE,
-            settings=self.settings,
-            now_ms=self.now + host.clock_ms,
-        )
-        host.memory = completed
-
-    def _reachable_shards(self, host: Host) -> frozenset[int]:
-        linked = self.network.both_ways
-        holders = [h for h in self.hosts.values() if h is host or (h.up and linked(h.peer_id, host.peer_id))]
-        return frozenset(shard for holder in holders for shard in holder.holdings)
-
-    def over(self) -> bool:
-        """The run has ended for everybody that is left."""
-        return all(host.outcome == "finished" or not host.boot for host in self.hosts.values())
-
-    def say(self, host: Host, line: str) -> None:
-        if self.trace is not None:
-            self.trace(f"{self.now:7d} {host.peer_id}.{host.boot} {line}")
-
-    def crash(self, host: Host) -> None:
-        """The agent dies, and its trainer with it. What is in shared memory stays until the machine loses power."""
-        if host.outcome == "finished":
-            return
-        self.faults += 1
-        self.say(host, "crashes")
-        if host.core is not None:
-            core = host.core
-            host.last_version = host.boot, core.promise_version
-            self.graves[host.member] = Stopped(
-                member=host.member, n=core._n, base=core._base, pending=tuple(sorted(core._pending))
-            )
-        host.reset()
-
-    # -- one event of one core -------------------------------------------------------------------
-
-    def act(self, host: Host, event: Callable[[Agreement, int], Ready]) -> Ready:
-        """What its shell makes of it: to disk, then said, then acted on."""
-        core = host.core
-        assert core is not None
-        if host.outcome == "finished":
-            return Ready(accepted=False)
-        self.events += 1
-        host.reachable = self._reachable_shards(host)
-        n = core._n
-        ready = event(core, self.now + host.clock_ms)
-        if self.trace is not None:
-            for line in ready.trace:
-                self.say(host, line)
-        require(7, core._n >= n, "n of {} fell from {} to {}", host.peer_id, n, core._n)
-        sends, dies = ready.sends, False
-        if ready.persist is not None:
-            host.disk, host.closed = ready.persist, False
-            if host.armed is not None:
-                sends, dies = sends[: host.armed], True
-        for peer, message in sends:
-            if peer in self.hosts:
-                self.network.send(host.peer_id, peer, message)
-        if ready.froze or core.frozen:
-            host.reducing = None
-        if core.completed != host.held.ref:  # a state that was adopted too late for the last view
-            self._caught_up_late(host, core)
-        if ready.installed is not None and not dies and not host.completing:
-            self._installed(host, ready.installed)
-        if core.left_out and host.view is not None and host.core is core:
-            host.left_out()
-        if host.core is core:
-            core.check_invariants()
-            if dies:
-                self.crash(host)
-        return ready
-
-    def _caught_up_late(self, host: Host, core: Agreement) -> None:
-        model = host.models.get(core.completed.digest)
-        if model is not None:
-            host.held = model.renamed(core.completed)
-
-    def _judge(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None) -> None:
-        self.act(host, lambda core, now: core.verdict(other.peer_id, boot, verdict, now, version=version))
+class World(Stage):
+    """Rounds and states on the stage: views that open, headers, reductions, completion, downloads, the end."""
 
     def _installed(self, host: Host, view: View) -> None:
         self.checker.installed(host, view, self.hosts)
@@ -200,11 +43,11 @@ class World:
         host.open_view(view, start.renamed(view.start), skip_lost=self.skip_lost)
         self.checker.opened(host, view)
         if host.work is not None and host.ledger is not None and host.ledger.done:
-            self._enter(host, 0, 0, ())
+            self.enter(host, 0, 0, ())
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _enter(
+    def enter(
         self, host: Host, samples: int, prefetch: int, lost: tuple[str, ...], *, finite: bool = True
     ) -> None:
         """The trainer's local steps are done: the header is said to all members; some miss it."""
@@ -225,7 +68,7 @@ class World:
             header = host.header(samples=host.trainer.consumed, finite=finite)
             host.in_flight = (host.view.view_epoch, host.round) if finite else None
         self.events += 1
-        self._say_header(host, header, lost)
+        self.say_header(host, header, lost)
 
     def look_at_data(self, host: Host) -> None:
         """Whether the assignment still fits the shards that can be had."""
@@ -237,7 +80,7 @@ class World:
         if work.lost & reachable or (gone and any(s.shard in gone for s in ledger.remaining())):
             self.act(host, lambda core, now: core.wants_change("other shards can be had", now, at_once=False))
 
-    def _say_header(self, host: Host, header: Header, lost: tuple[str, ...] = ()) -> None:
+    def say_header(self, host: Host, header: Header, lost: tuple[str, ...] = ()) -> None:
         host.said.setdefault(host.round, {})[host.member] = header
         view = host.view
         assert view is not None
@@ -251,7 +94,7 @@ class World:
 
     def _hear_header(self, host: Host, sender: Host, header: Header) -> None:
         if host.outcome == "finished" and not sender.outcome:
-            self._finished(sender, host.held)  # it has not heard yet
+            self.finished(sender, host.held)  # it has not heard yet
         core = host.core
         if core is None or host.asleep or host.outcome:
             return
@@ -297,7 +140,7 @@ class World:
         self._commit(host, view)
         said = host.said[host.round].values()
         if all(header.final for header in headers):
-            self._finished(host, host.held)
+            self.finished(host, host.held)
         elif any(header.closing for header in said):
             self._close(host)
         elif any(header.change for header in said) or host.stale:
@@ -351,7 +194,7 @@ class World:
             self.results[collective.view.view_id, collective.round] = first.outcome_of(collective)
         return collective.done
 
-    def _finish(self, host: Host) -> None:
+    def finish(self, host: Host) -> None:
         """The collective ends well here."""
         collective, view = host.reducing, host.view
         if collective is None or host.failed or not host.training or view is None:
@@ -402,7 +245,7 @@ class World:
             return
         self._forget_old_rounds()
         if model.ledger.done:
-            self._enter(host, 0, 0, ())
+            self.enter(host, 0, 0, ())
         else:
             self._look_at_barrier(host)
 
@@ -412,7 +255,7 @@ class World:
                 for key in list(book)[:12]:
                     del book[key]
 
-    def _fail(self, host: Host, lost: tuple[str, ...]) -> None:
+    def fail(self, host: Host, lost: tuple[str, ...]) -> None:
         """The collective fails here: the group is dropped, and everybody in it is told."""
         view = host.view
         if host.reducing is None or view is None or host.core is None or not host.training:
@@ -458,7 +301,7 @@ class World:
             if told and other.held.ref == ref and peer not in lost:
                 self._close(other, lost)
 
-    def _finished(self, host: Host, model: Model) -> None:
+    def finished(self, host: Host, model: Model) -> None:
         if host.core is None or host.outcome:
             return
         self.say(host, f"has finished at {model.ref.lineage}")
@@ -479,7 +322,7 @@ class World:
                     return model
         return None
 
-    def _adopt(self, host: Host) -> None:
+    def adopt(self, host: Host) -> None:
         """A download of the view's start state ends. The view may be over by then."""
         view, core = host.view, host.core
         if view is None or core is None or not host.up or host.opened or host.trainer is None or host.outcome:
