@@ -141,7 +141,7 @@ def reopen(world: World, host: Host | None) -> None:
 
 
 def yield_history(world: World, host: Host | None) -> None:
-    """With `Quorum.ANY` the history with fewer samples committed gives way; so does one that is only courted."""
+    """One that was evicted, or (with `Quorum.ANY`) has fewer samples committed, or is only courted, gives way."""
     if host is None or not host.up or host.core is None or host.outcome:
         return
     mine = _samples(host), host.core.history or host.core._courted
@@ -150,7 +150,11 @@ def yield_history(world: World, host: Host | None) -> None:
         strange = core is not None and other.up and core.history not in (b"", mine[1])
         if not strange or core is None or not world.network.both_ways(host.peer_id, other.peer_id):
             continue
-        if (_samples(other), core.history) > mine and (mine[0] == 0 or world.quorum is Quorum.ANY):
+        taken = any(
+            one.history == mine[1] and one.evicted for one in core._replaced
+        )  # an operator evicted us
+        ahead = (_samples(other), core.history) > mine
+        if taken or (ahead and (mine[0] == 0 or world.quorum is Quorum.ANY)):
             give_up(world, host)
             return
 
@@ -185,7 +189,7 @@ def settle(world: World) -> None:
     living = [host for host in world.hosts.values() if host.boot]
     while world.now < end:
         turn(world)
-        if world.quorum is Quorum.ANY and world.now // TURN_MS % 40 == 0:
+        if not world.checker.one_history and world.now // TURN_MS % 40 == 0:
             for host in living:
                 yield_history(world, host)
         if world.over():

@@ -374,6 +374,14 @@ def want(world: World, name: str, at_once: str = "") -> None:
 
 
 @verb
+def evict(world: World, name: str, other: str) -> None:
+    """evict A B: at A an operator says that B is gone for good."""
+    if (host := _host(world, name)) is not None and not host.outcome:
+        world.checker.one_history = False
+        world.act(host, lambda core, now: core.evict(other, now))
+
+
+@verb
 def force(world: World, name: str) -> None:
     """force A: an attempt without any cause. That nobody starts one is not what safety rests on."""
     host = _host(world, name)
