@@ -102,7 +102,9 @@ def measured(first: kit.Peer, joiner: kit.Peer, ideal_s: float) -> dict[str, Any
         "caught_up_ratio": round(held_s / ideal_s, 3),
         "waited_s": round(learns["time"] - ready, 3),
         "joined_s": round(votes["time"] - ready, 3),
-        "views": sum(1 for v in first.events("view") if ready < v["time"] <= votes["time"]),
+        "views": sum(
+            1 for v in first.events("view") if ready < v["time"] and v["view_epoch"] <= votes["view_epoch"]
+        ),
     }
 
 
@@ -124,8 +126,13 @@ def many_join(options: Any, count: int) -> tuple[dict[str, Any], list[str]]:
             except HungError as error:
                 return result, [f"many: {error}"]
             ready = sorted(joiner.events("trainer_ready")[0]["time"] for joiner in peers.joiners)
-            end = max(kit.voter_since(joiner)["time"] for joiner in peers.joiners)
-            views = [v for v in first.events("view") if ready[0] < v["time"] <= end]
+            last = max((kit.voter_since(joiner) for joiner in peers.joiners), key=lambda v: v["view_epoch"])
+            end = last["time"]
+            views = [
+                v
+                for v in first.events("view")
+                if ready[0] < v["time"] and v["view_epoch"] <= last["view_epoch"]
+            ]
             result |= {
                 "ready_s": round(ready[-1] - ready[0], 3),
                 "views": len(views),

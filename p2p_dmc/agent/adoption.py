@@ -15,6 +15,8 @@ from p2p_dmc.wire.messages import BulkKind
 
 HEAD, ANCHOR = 0, 1  # parts of a state
 RETRY_S = 0.3
+WINDOW = 4
+"""Ranges asked of a donor at once: they fill a cable whose queue holds a twentieth of a second."""
 
 
 class AdoptionFailedError(Exception):
@@ -126,4 +128,4 @@ class Adoption:
             able = [a for a in addresses if a not in problems]
             if not able:
                 raise SourceLostError("; ".join(problems.values()))
-            await asyncio.gather(*(donor(a) for a in able for _ in range(2)))
+            await asyncio.gather(*(donor(a) for a in able for _ in range(WINDOW)))

@@ -31,7 +31,7 @@ MOST_KEPT = 8
 MOST_KEPT_SMALL = 256
 """The same where all of them fit into ``SMALL_BYTES``: a small model's rounds are over in no time."""
 SMALL_BYTES = 64 << 20
-SHARE = 6
+SHARE = 4
 """While a reduction runs the download yields, but for one in so many parts of the state in each round: else it might
 never end. Each time that it took too many rounds all the same it yields less."""
 GIVE_UP_S = 20.0

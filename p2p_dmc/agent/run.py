@@ -398,6 +398,8 @@ class Run:
         self.waiting = step.waiting or self.agreement.waiting_for() or ""
         if step.found:
             self.act(self.agreement.found(step.found, now_ms()))
+        if step.ask:
+            self.spawn(self.keeper.pool().prepare(2))  # a state to download, and a round's result to keep
         if step.ask and not self.parked:
             self.to_trainer(
                 local.Park()

@@ -6,6 +6,7 @@ trainer writes a candidate anchor into a slot that the agent names; only the age
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections import Counter
@@ -88,6 +89,7 @@ class SlotPool:
         self.folder = memory.folder(4 * self.size_bytes)
         self._slots: list[Path] = []
         self._pins: Counter[Path] = Counter()
+        self._preparing = False
 
     def take(self) -> Path:
         """A slot that nobody uses, pinned once for the caller; UserError when memory and disk are full."""
@@ -95,6 +97,13 @@ class SlotPool:
             if not self._pins[slot]:
                 self._pins[slot] = 1
                 return slot
+        path = self._make()
+        self._slots.append(path)
+        self._pins[path] = 1
+        return path
+
+    def _make(self) -> Path:
+        """Takes a moment for a large model: its memory is cleared."""
         path = self.folder / f"anchor-{uuid.uuid4().hex[:8]}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -106,9 +115,20 @@ class SlotPool:
             ) from None
         finally:
             os.close(descriptor)
-        self._slots.append(path)
-        self._pins[path] = 1
         return path
+
+    async def prepare(self, free: int) -> None:
+        """So many slots will be wanted at once and nobody should wait for them. Without room it does nothing."""
+        if self._preparing:
+            return
+        self._preparing = True
+        try:
+            while sum(not self._pins[slot] for slot in self._slots) < free:
+                self._slots.append(await asyncio.to_thread(self._make))
+        except UserError:
+            pass  # whoever takes one says so
+        finally:
+            self._preparing = False
 
     def pin(self, slot: Path) -> None:
         self._pins[slot] += 1

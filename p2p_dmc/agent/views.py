@@ -163,6 +163,7 @@ class Views:
         work = Work.for_view(view, me, ledger, keep_leases=mode != Local.RESET)
         if view.learners:
             run.keeper.expect_request(view.start.digest)
+            run.spawn(run.keeper.pool().prepare(1))  # the start stays where it is, and rounds go on
         run.training = Training(
             host=run,
             view=view,

@@ -93,6 +93,28 @@ def test_a_slot_without_room_is_the_users_error(
     assert SlotPool(memory, 0).size_bytes == 4
 
 
+def test_slots_are_made_before_they_are_wanted(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = SlotPool(memory, NUMEL)
+    one = slots.take()
+
+    async def both() -> None:
+        await asyncio.gather(slots.prepare(2), slots.prepare(2))  # asked for twice, made once
+
+    asyncio.run(both())
+    assert len(slots._slots) == 3 and pins(slots) == Counter([one])
+    assert {slots.take(), slots.take()} == set(slots._slots) - {one}
+    slots.unpin(one)
+    asyncio.run(slots.prepare(1))
+    assert len(slots._slots) == 3  # there is one
+
+    def full(*args: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("p2p_dmc.agent.state.os.posix_fallocate", full)
+    asyncio.run(slots.prepare(5))
+    assert len(slots._slots) == 3 and len(list(one.parent.glob("anchor-*"))) == 3
+
+
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
