@@ -128,4 +128,4 @@ class Adoption:
             able = [a for a in addresses if a not in problems]
             if not able:
                 raise SourceLostError("; ".join(problems.values()))
-            await asyncio.gather(*(donor(a) for a in able for _ in range(WINDOW)))
+            await asyncio.gather(*(donor(a) for _ in range(WINDOW) for a in able))

@@ -275,8 +275,10 @@ class World:
         self.slots = SlotPool(self.wanting.services.memory, 5000)
         self.ref = self.donors[0].held.ref
 
-    async def adopt(self, give_up_s: float = 20.0, donors: Callable[[], list[str]] | None = None) -> Held:
-        adoption = Adoption(self.p.client, "r", self.slots, 1024)
+    async def adopt(
+        self, give_up_s: float = 20.0, donors: Callable[[], list[str]] | None = None, chunk_bytes: int = 1024
+    ) -> Held:
+        adoption = Adoption(self.p.client, "r", self.slots, chunk_bytes)
         held = await adoption.fetch(self.ref, donors or (lambda: self.addresses), give_up_s)
         assert held.ref == self.ref and held.ledger == self.donors[0].held.ledger
         assert held.slot.read_bytes() == self.donors[0].held.slot.read_bytes()
@@ -304,6 +306,14 @@ def test_all_donors_take_part(tmp_path: Path) -> None:
         await w.adopt()
         assert all(d.asked >= 2 for d in w.donors)
         assert sum(d.asked for d in w.donors) == 1 + -(-20_000 // 1024)
+
+    with_donors(tmp_path, 3, work)
+
+
+def test_a_few_ranges_are_spread_over_the_donors(tmp_path: Path) -> None:
+    async def work(w: World) -> None:
+        await w.adopt(chunk_bytes=8192)
+        assert [d.asked for d in w.donors] == [2, 1, 1]  # the head, and a range of each
 
     with_donors(tmp_path, 3, work)
 

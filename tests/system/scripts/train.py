@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--delay-ms", type=float, default=100.0)
     parser.add_argument("--slow", metavar="FILE")
+    parser.add_argument("--gate", nargs=2, metavar="FILE", help="be ready once it is there; made on arrival")
     parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
     parser.add_argument("--key", metavar="KEY", help="default: the first one")
     return parser.parse_args()
@@ -56,11 +58,20 @@ def linger(args: argparse.Namespace) -> None:
         time.sleep(0.01)
 
 
+def wait_at(gate: str = "", arrived: str = "") -> None:
+    """Several peers are ready at the same moment."""
+    if gate:
+        Path(arrived).touch()
+    while gate and not os.path.exists(gate):
+        time.sleep(0.01)
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     with dmc.connect() as peer:
         data = peer.dataset(args.data)
+        wait_at(*args.gate or ())
         model = nn.Sequential(nn.Linear(FEATURES, args.hidden), nn.ReLU(), nn.Linear(args.hidden, CLASSES))
         sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
         optimizer = dmc.Optimizer(sgd, peer, tau=args.tau)
