@@ -8,7 +8,7 @@ import pytest
 
 from tests.system.cluster import Cluster, Peer
 from tests.system.commands import complaint, facts
-from tests.system.scenario import NAMES, finish, start, train_together
+from tests.system.scenario import NAMES, START_S, finish, start, train_together
 
 
 @pytest.mark.parametrize("came_back", ["woken up", "started again"])
@@ -70,7 +70,7 @@ def test_after_a_power_cut_one_that_stays_away_is_evicted(cluster: Cluster, data
     called = f"{last.name} ({last.peer_id[:8]})"
     for peer in two:
         cluster.wait(
-            lambda p=peer: f"waiting for {called}" in p.said(), f"{peer.name} says for whom it waits"
+            lambda p=peer: f"waiting for {called}" in p.said(), f"{peer.name} says for whom it waits", START_S
         )
     # asked at a peer that does not train, which says whom to ask
     told = facts(cluster, "evict", last.peer_id[:8], "--yes", "--home", str(seed.home))
