@@ -355,6 +355,13 @@ class TestCourting:
         cluster.do("n", cluster["n"].receive(odd, cluster.now))
         assert cluster["n"].promises.courted == cluster["a"].history and cluster["n"].promises.n == word.n
 
+    def test_newcomers_vote_among_themselves_whatever_they_hold(self) -> None:
+        cluster = Cluster("ab")
+        word = replace(last_word(cluster["a"].found(("a", "b"), cluster.now)), completed=state(5, 3))
+        assert last_word(cluster["b"].receive(word, cluster.now)).voters == ("a", "b")
+        again = cluster["b"].receive(replace(word, asks=True), cluster.now)
+        assert told(again) == [("a", "Propose")] and again.persist is None
+
     def test_one_that_has_a_history_is_courted_by_none(self) -> None:
         cluster = Cluster("ab").run("ab")
         cluster.do("b", cluster["b"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now))
