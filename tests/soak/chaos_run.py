@@ -34,6 +34,7 @@ FAULT_S, SAMPLES_A_SECOND = 8, 30
 """About how long a fault takes, and how fast the peers are while they are slow: so long does a run have to be."""
 DELAY_MS = 100
 START_S, PROOF_S, NOTICE_S, TOGETHER_S, END_S = 90.0, 30.0, 30.0, 75.0, 150.0
+LATE_NOTICE_S = 8.0
 CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
 AT_ONCE = (1, 2, 3, 3)
@@ -95,6 +96,8 @@ class ChaosRun:
         self.begun_s = 0.0
         self.epochs = 0
         self.only: str | None = None
+        self.unnoticed: list[tuple[Fault, Record]] = []
+        """Faults that nobody had noticed when all trained together again: damage that nobody had read yet."""
         self._sizes: dict[int, tuple[str, int, int]] = {}
         """Process id to whose it is, threads and open files when it was first looked at."""
 
@@ -124,6 +127,8 @@ class ChaosRun:
                 self.measure(grown=True)
                 hosts.hurry()
                 hosts.ended(hosts.peers, deadline_s=END_S)
+                for fault, record in self.unnoticed:
+                    record.noticed = fault.noticed()[:200]
                 self.judge()
             except (AssertionError, psutil.Error, subprocess.CalledProcessError) as error:
                 self.outcome.hung = True
@@ -237,7 +242,8 @@ class ChaosRun:
         back = time.time()
         for fault in happened:
             records[id(fault)].recovered_s = round(back - fault.when, 2)
-        self.await_notice(happened, records, NOTICE_S)
+        self.await_notice(happened, records, LATE_NOTICE_S)
+        self.unnoticed += [(f, records[id(f)]) for f in happened if not records[id(f)].noticed]
         for fault in happened:
             print(*asdict(records[id(fault)]).values(), sep=" | ", file=sys.stderr, flush=True)
         self.measure()

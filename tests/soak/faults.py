@@ -181,6 +181,24 @@ class KillAll(KillTree):
         return f"{resumed[0].name}: a view after it" if resumed else ""
 
 
+class PowerCut(KillTree):
+    """Agent and trainer die, and what they had in memory is gone; the disk is as it was."""
+
+    kind = "power cut"
+
+    def kill(self, peer: Peer) -> None:
+        super().kill(peer)
+        self.proof += self.hosts.forget_memory(peer) + "; "
+
+
+class PowerCutAll(KillAll):
+    kind = "power cut of all"
+
+    def kill(self, peer: Peer) -> None:
+        super().kill(peer)
+        self.proof += self.hosts.forget_memory(peer) + "; "
+
+
 class Restart(Fault):
     """Ctrl-C: it leaves, and comes back as a new incarnation."""
 
@@ -387,8 +405,8 @@ class LiveBadShard(BadShard):
         self.proof = ", ".join(damage(path, self.rng) for path in self._damaged)
 
 
-class BadCheckpoint(KillAgent):
-    """The newest checkpoint of a peer that is down is damaged; it goes on from an older one, or from others."""
+class BadCheckpoint(PowerCut):
+    """Power is lost and the newest checkpoint is damaged: the peer goes on from an older one, or from others."""
 
     kind = "bad checkpoint"
     at_return = True
@@ -483,6 +501,8 @@ KINDS: dict[type[Fault], int] = {
     KillAgent: 3,
     KillTree: 2,
     KillAll: 1,
+    PowerCut: 2,
+    PowerCutAll: 1,
     StopTree: 3,
     StopTrainer: 1,
     StopAgent: 2,

@@ -85,6 +85,13 @@ class Hosts(Cluster):
     def address_of(self, name: str) -> str:
         return f"tcp://10.77.0.{10 + int(self.host[name][1:])}:{PORT}"
 
+    def forget_memory(self, peer: Peer) -> str:
+        """As a machine does that lost power: what a killed agent left in shared memory is gone; how much, in words."""
+        folders = list(Path("/dev/shm").glob(f"dmc-{peer.peer_id[:16]}-*"))
+        for folder in folders:
+            shutil.rmtree(folder)
+        return f"{len(folders)} folders of shared memory removed"
+
     # -- the cable -------------------------------------------------------------------------------------------
 
     def cut(self, peer: Peer, way: str) -> None:
