@@ -4,15 +4,20 @@
     tests/sim/promise_age.py [--quick] [--seed S] [--lives N] [--json] [--out]
 
 A member that was seen to crash is counted out with the promises of its that the witness has: those that arrived, and
-not necessarily its last ones (`verdict(..., version=None)`). Random lives, in which somebody is deaf on one ear more
-often than in explore.py, count how often a view was decided so, how often with promises that were older than the dead
-one's last, and how often the decision would have been another one with the last ones known.
+not necessarily its last ones (`verdict(..., version=None)`). It matters when the dead one had gone on without the
+witness and nobody left knows: cut off for a suspicion time, a quorum alone (the first of two), killed, and its machine
+back on the network within the second one. `both_went_on` says of this very case whether the witness went on, too.
+
+Random lives, in which somebody is deaf on one ear more often than in explore.py, count how often a view was decided
+so, how often with promises that were older than the dead one's last, and how often the decision would have been
+another one with the last ones known.
 
 With --json the last line is one JSON object, with one object for each of three rules:
   shell       what the product does: a refusal counts as a crash within two suspicion times of the last sign of life
   contact     ... within one, as DESIGN.md section 6 has it
   version     as the shell, but only with promises as new as the last acknowledgement says
 Each of them has, of the same lives:
+  both_went_on         the case above: the witness goes on beside what the dead one has on its disk
   lives, events
   crashes_seen         verdicts "crashed"
   behind_last_word     ... of which the witness's promises were older than the dead one's last
@@ -46,12 +51,17 @@ from p2p_dmc.core import agreement_machine
 from p2p_dmc.core.agreement_messages import Propose, Stopped
 from p2p_dmc.core.quorum import Decision, Quorum, decide, judge
 from tests.sim import schedule
+from tests.sim.scenario import step
 from tests.sim.weather import Weather
 from tests.sim.world import World
 
 COUNTED: tuple[str, ...] = (
     *("crashes_seen", "behind_last_word", "behind_last_ack", "decisions"),
     *("counted_a_crash", "with_old_promises", "outcome_differs", "lost_from_disk"),
+)
+WORST_CASE = (
+    "founded a b, round a b, flush, probe a b, probe b a, cut b, silent b / a, round a, round a, checkpoint a, "
+    "crash a, heal, refused b a, pause 500"
 )
 RULES = ("shell", "contact", "version")
 RESULT = Path(__file__).parent / "results" / "promise_age.json"
@@ -149,6 +159,16 @@ def measure(first_seed: int, lives: int, rule: str) -> dict[str, Any]:
     return {"lives": lives, "events": events, **counts, "violations": violations}
 
 
+def both_go_on(rule: str) -> bool:
+    """Whether b goes on beside what a did alone, behind a cut cable, before it died."""
+    world = World(["a", "b"], exact=rule == "version")
+    world.detector.contact = 1 if rule == "contact" else 2
+    for command in WORST_CASE.split(", "):
+        step(world, command, lambda line: None)
+    core = world.hosts["b"].core
+    return core is not None and core.view is not None and core.view.peers == ("b",)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +180,7 @@ def main() -> int:
     parser.add_argument("--out", action="store_true", help="write tests/sim/results/promise_age.json")
     options = parser.parse_args()
     lives = 100 if options.quick else options.lives
-    facts = {rule: measure(options.seed, lives, rule) for rule in RULES}
+    facts = {rule: {"both_went_on": both_go_on(rule)} | measure(options.seed, lives, rule) for rule in RULES}
     if options.out:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(facts, indent=1) + "\n")
