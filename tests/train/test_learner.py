@@ -296,3 +296,25 @@ def test_a_view_that_follows_at_once_expects_the_same_round(agent: ScriptedAgent
     one = Script(agent)
     run(agent, script, one)
     assert not one.batches and one.w == 7.0
+
+
+def test_a_view_to_learn_in_parks_by_itself(agent: ScriptedAgent, group: Group) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def on_batch() -> None:
+        inside.set()
+        assert go_on.wait(10)
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(anchor=[1.0])
+        agent.lease(*all_stretches(agent))
+        assert inside.wait(10)
+        learn(agent)
+        go_on.set()
+        assert reduce(agent, 3).tolist() == [2.0]
+        assert silent(agent) and len(one.batches) == 1
+        agent.send(tm.TrainerStop(reason=""))
+
+    one = Script(agent, on_batch=on_batch)
+    with pytest.raises(RunStopped):
+        run(agent, script, one)
