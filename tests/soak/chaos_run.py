@@ -39,7 +39,7 @@ CALM_S = (0.0, 0.7)
 """From one recovery to the next fault."""
 AT_ONCE = (1, 2, 3, 3)
 """How many faults come together."""
-MEANWHILE = (0, 1, 2, 3, 4)
+MEANWHILE = (1, 2, 4, 6)
 """How many more come to others while a peer that died comes back, each for BRIEF_S at least."""
 BRIEF_S, SOON_S = (0.5, 2.0), 5.0
 AGAIN = 5
@@ -96,6 +96,7 @@ class ChaosRun:
         self.begun_s = 0.0
         self.epochs = 0
         self.only: str | None = None
+        self.planned = False
         self.unnoticed: list[tuple[Fault, Record]] = []
         """Faults that nobody had noticed when all trained together again: damage that nobody had read yet."""
         self._sizes: dict[int, tuple[str, int, int]] = {}
@@ -113,7 +114,7 @@ class ChaosRun:
 
         ``keep``: where the homes of a run that failed are copied to. ``plan``: what comes, instead of chance.
         """
-        self.only = only
+        self.only, self.planned = only, bool(plan)
         expected_s = min(faults * FAULT_S, until_s - time.monotonic() if until_s else faults * FAULT_S)
         self.epochs = max(4, round(expected_s * SAMPLES_A_SECOND / SAMPLES))
         with Hosts(self.root, NAMES) as hosts:
@@ -122,7 +123,7 @@ class ChaosRun:
                 self.start()
                 for planned in plan:
                     self.suffer(planned(hosts, self.rng))
-                while not plan and len(self.outcome.records) < faults and not self.late(until_s):
+                while not self.planned and len(self.outcome.records) < faults and not self.late(until_s):
                     self.suffer(self.choose(faults - len(self.outcome.records)))
                 self.measure(grown=True)
                 hosts.hurry()
@@ -222,7 +223,10 @@ class ChaosRun:
         begun, view = time.time(), max(p.view["view_epoch"] for p in self.hosts.peers)
         for fault in faults:
             fault.strike()
-            self.pause(self.rng.choice((0.0, 0.0, 0.2, 1.0)) if len(faults) > 1 else 0.0)
+            if self.planned:
+                self.await_proof([fault] if fault.comes_by_itself else [])
+            else:
+                self.pause(self.rng.choice((0.0, 0.0, 0.2, 1.0)) if len(faults) > 1 else 0.0)
         patient = self.rng.random() < 0.6
         happened = self.await_proof(faults)
         records = {id(f): self.record(f, len(happened) > 1) for f in happened}
@@ -251,7 +255,7 @@ class ChaosRun:
     def meanwhile(self, records: dict[int, Record]) -> list[Fault]:
         """While somebody comes back, others fall silent for a moment, one after another."""
         happened: list[Fault] = []
-        for _ in range(self.rng.choice(MEANWHILE) if self.only is None else 0):
+        for _ in range(0 if self.only or self.planned else self.rng.choice(MEANWHILE)):
             able = [p for p in self.hosts.peers if p.running and p.trainer() is not None]
             if not able:
                 break

@@ -47,6 +47,11 @@ class Fault:
         self.proof = ""
 
     @property
+    def comes_by_itself(self) -> bool:
+        """Whether it happens whatever else does or does not."""
+        return True
+
+    @property
     def others(self) -> list[Peer]:
         return [p for p in self.hosts.peers if p is not self.victim]
 
@@ -459,6 +464,10 @@ class PhaseCut(Fault):
         )
         delay_ms = self.rng.choice((0, 0, 5, 20)) if self.phase in ("reducing", "header-said") else 0
         phases.give(self._orders, self.phase, self.action, count, delay_ms)
+
+    @property
+    def comes_by_itself(self) -> bool:
+        return self.phase not in (*VIEW_PHASES, *STATE_PHASES)
 
     def struck(self) -> bool:
         path = self._orders / "proof"

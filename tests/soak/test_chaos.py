@@ -29,8 +29,8 @@ def in_the_round(hosts: Hosts, rng: random.Random) -> Sequence[Fault]:
 def between_rounds(hosts: Hosts, rng: random.Random) -> Sequence[Fault]:
     _, b, c, d = hosts.peers
     return [
-        PhaseCut(hosts, b, rng, "complete", "kill"),
         PhaseCut(hosts, d, rng, "proposing", "stop"),
+        PhaseCut(hosts, b, rng, "complete", "kill"),
         faults.Cut(hosts, c, rng),
     ]
 
