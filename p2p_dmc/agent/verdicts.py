@@ -35,11 +35,14 @@ class Verdicts:
         self._held: dict[tuple[str, int], tuple[int, MemberRecord]] = {}
 
     def crashed(self, record: MemberRecord, heard_ms: int | None, now_ms: int) -> None:
-        """This agent saw the peer's live host refuse. It counts as a crash if there was contact a moment ago."""
+        """This agent saw the peer's live host refuse: a crash, if the peer was heard within the last suspicion time.
+
+        After that the peer may have given this agent up, and gone on without it, with nobody left who knows.
+        """
         key = (record.peer_id, record.boot)
         if key in self._crashed:
             return
-        in_contact = heard_ms is not None and now_ms - heard_ms < 2 * self._suspicion_ms
+        in_contact = heard_ms is not None and now_ms - heard_ms < self._suspicion_ms
         if in_contact:
             self._crashed.add(key)
         self._held.pop(key, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from p2p_dmc.agent.verdicts import Verdicts
 from p2p_dmc.core.agreement_messages import UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState, Role
@@ -71,10 +73,14 @@ def test_a_crash_seen_here_is_told_at_once_and_once() -> None:
     assert listener.heard == [(PEER, 3, Verdict.CRASHED)]
 
 
-def test_a_refusal_long_after_the_last_contact_is_only_a_death() -> None:
+@pytest.mark.parametrize(("ago_ms", "verdict"), [(1_999, Verdict.CRASHED), (2_000, Verdict.UNREACHABLE)])
+def test_a_refusal_a_suspicion_time_after_the_last_contact_is_only_a_death(
+    ago_ms: int, verdict: Verdict
+) -> None:
+    """By then the dead one may have gone on alone."""
     verdicts, listener = made()
-    verdicts.crashed(record(), heard_ms=1_000, now_ms=10_000)
-    assert listener.heard == [(PEER, 3, Verdict.UNREACHABLE)]
+    verdicts.crashed(record(), heard_ms=10_000 - ago_ms, now_ms=10_000)
+    assert listener.heard == [(PEER, 3, verdict)]
 
 
 def test_silence_is_held_back_until_a_suspicion_time_after_the_last_word() -> None:

@@ -1,7 +1,7 @@
 """Membership as agreement sees it: what a truthful detector may say, at the worst moments it may say it.
 
 The rules are the shell's (`p2p_dmc/agent/verdicts.py`): silence is told no earlier than a suspicion time after the
-peer was last heard; a refusal by a live machine counts as a crash if the peer was heard within two.
+peer was last heard; a refusal by a live machine counts as a crash if the peer was heard within that time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Detector:
     ) -> None:
         self.network, self.judge, self.exact = network, judge, exact
         """`exact`: the verdict names the promise version that the last acknowledgement carried. The shell does not."""
-        self.contact = 2
+        self.contact = 1
         """A refusal counts as a crash within so many suspicion times of the last sign of life; as in the shell."""
         self.ages = Ages()
         self.now_ms = 0

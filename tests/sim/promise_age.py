@@ -6,16 +6,16 @@
 A member that was seen to crash is counted out with the promises of its that the witness has: those that arrived, and
 not necessarily its last ones (`verdict(..., version=None)`). It matters when the dead one had gone on without the
 witness and nobody left knows: cut off for a suspicion time, a quorum alone (the first of two), killed, and its machine
-back on the network within the second one. `both_went_on` says of this very case whether the witness went on, too.
+back on the network within the second one. `both_went_on` says of this very case whether the witness goes on, too.
 
 Random lives, in which somebody is deaf on one ear more often than in explore.py, count how often a view was decided
 so, how often with promises that were older than the dead one's last, and how often the decision would have been
 another one with the last ones known.
 
 With --json the last line is one JSON object, with one object for each of three rules:
-  shell       what the product does: a refusal counts as a crash within two suspicion times of the last sign of life
-  contact     ... within one, as DESIGN.md section 6 has it
-  version     as the shell, but only with promises as new as the last acknowledgement says
+  shell       what the product does: a refusal counts as a crash within a suspicion time of the last sign of life
+  version     the same, but only with promises as new as the last acknowledgement says
+  late        within two suspicion times
 Each of them has, of the same lives:
   both_went_on         the case above: the witness goes on beside what the dead one has on its disk
   lives, events
@@ -63,7 +63,7 @@ WORST_CASE = (
     "founded a b, round a b, flush, probe a b, probe b a, cut b, silent b / a, round a, round a, checkpoint a, "
     "crash a, heal, refused b a, pause 500"
 )
-RULES = ("shell", "contact", "version")
+RULES = ("shell", "version", "late")
 RESULT = Path(__file__).parent / "results" / "promise_age.json"
 
 
@@ -139,7 +139,7 @@ def measure(first_seed: int, lives: int, rule: str) -> dict[str, Any]:
 
     def begin(world: World, *arguments: Any, **named: Any) -> None:
         began(world, *arguments, **named)
-        world.detector.contact = 1 if rule == "contact" else 2
+        world.detector.contact = 2 if rule == "late" else 1
         count.world = world
 
     found, events, violations = count.found, 0, 0
@@ -162,7 +162,7 @@ def measure(first_seed: int, lives: int, rule: str) -> dict[str, Any]:
 def both_go_on(rule: str) -> bool:
     """Whether b goes on beside what a did alone, behind a cut cable, before it died."""
     world = World(["a", "b"], exact=rule == "version")
-    world.detector.contact = 1 if rule == "contact" else 2
+    world.detector.contact = 2 if rule == "late" else 1
     for command in WORST_CASE.split(", "):
         step(world, command, lambda line: None)
     core = world.hosts["b"].core

@@ -65,7 +65,7 @@ class TestPartitions:
 
 def test_the_age_of_promises_is_counted() -> None:
     facts = promise_age.measure(0, 25, "shell")
-    assert promise_age.both_go_on("shell") and not promise_age.both_go_on("contact")
+    assert promise_age.both_go_on("late") and not promise_age.both_go_on("shell")
     assert facts["violations"] == 0 and facts["crashes_seen"] > 10 and facts["decisions"] > 100
 
 
