@@ -14,6 +14,7 @@ import numpy as np
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import ANCHOR, HEAD, Adoption
 from p2p_dmc.agent.checkpoints import (
+    CheckpointRef,
     checkpoint_parameters,
     list_checkpoints,
     load_checkpoint,
@@ -21,7 +22,14 @@ from p2p_dmc.agent.checkpoints import (
     write_checkpoint,
     write_model,
 )
-from p2p_dmc.agent.memory_record import drop_record, newest_record, remove_leftover, take_state, write_record
+from p2p_dmc.agent.memory_record import (
+    MemoryRecord,
+    drop_record,
+    newest_record,
+    remove_leftover,
+    take_state,
+    write_record,
+)
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
 from p2p_dmc.core.adacomm import TauState
@@ -73,45 +81,46 @@ class StateKeeper:
         self.slots = SlotPool(self._services.memory, numel)
         for folder in unfinished_checkpoints(self._folder):
             self._skip(folder, "its writing did not come to its end")
-        checkpoints = list_checkpoints(self._folder)
-        if self._take_memory(checkpoints[0].lineage if checkpoints else (0, 0)):
-            return
-        for checkpoint in checkpoints:
-            try:
-                if checkpoint_parameters(checkpoint) != self.parameters:
-                    raise ValueError("it is of another model")
-                history = bytes.fromhex(checkpoint.meta["history"])
-                if not run_files.belongs(self._promises, history, checkpoint.lineage):
-                    raise ValueError("it is of a history of this run that was given up")
-                held = load_checkpoint(checkpoint, self.slots)
-                self.hold(held)
-                self._say_from("the checkpoint", held)
-            except ValueError as error:
-                self._skip(checkpoint.folder, str(error))
-                continue
-            return
-
-    def _take_memory(self, than: Lineage) -> bool:
-        """What a killed agent of this home left in memory, if it is newer ``than`` that."""
-        left = self._services.memory.left
-        found = newest_record(left, self._run)
-        taken = False
-        if found is not None and self.slots is not None:
-            folder, record = found
-            try:
-                if record.lineage <= than:
-                    raise ValueError("a checkpoint is as new")
-                if not run_files.belongs(self._promises, record.history, record.lineage):
-                    raise ValueError("it is of a history of this run that was given up")
-                held = take_state(folder, record, self.slots)
-                self.hold(held)
-                self._say_from("what its killed agent left in memory,", held)
-                taken = True
-            except (ValueError, OSError, UserError) as error:
-                self._services.journal.event("memory_skipped", path=str(folder), reason=str(error))
-        for folder in left:
+        found = newest_record(self._services.memory.left, self._run)
+        for checkpoint in list_checkpoints(self._folder):
+            if found is not None and found[1].lineage > checkpoint.lineage and self._take_memory(*found):
+                break
+            if self._take_checkpoint(checkpoint):
+                break
+        else:
+            if found is not None:
+                self._take_memory(*found)
+        for folder in self._services.memory.left:
             remove_leftover(folder, self._run)
-        return taken
+
+    def _take_checkpoint(self, checkpoint: CheckpointRef) -> bool:
+        try:
+            if checkpoint_parameters(checkpoint) != self.parameters:
+                raise ValueError("it is of another model")
+            self._check_history(bytes.fromhex(checkpoint.meta["history"]), checkpoint.lineage)
+            held = load_checkpoint(checkpoint, self.pool())
+        except ValueError as error:
+            self._skip(checkpoint.folder, str(error))
+            return False
+        self.hold(held)
+        self._say_from("the checkpoint", held)
+        return True
+
+    def _take_memory(self, folder: Path, record: MemoryRecord) -> bool:
+        """What a killed agent of this home left in memory."""
+        try:
+            self._check_history(record.history, record.lineage)
+            held = take_state(folder, record, self.pool())
+        except (ValueError, OSError, UserError) as error:
+            self._services.journal.event("memory_skipped", path=str(folder), reason=str(error))
+            return False
+        self.hold(held)
+        self._say_from("what its killed agent left in memory,", held)
+        return True
+
+    def _check_history(self, history: bytes, lineage: Lineage) -> None:
+        if not run_files.belongs(self._promises, history, lineage):
+            raise ValueError("it is of a history of this run that was given up")
 
     def _say_from(self, source: str, held: Held) -> None:
         (view_epoch, number), ledger = held.ref.lineage, held.ledger

@@ -80,6 +80,19 @@ def test_a_newer_checkpoint_is_preferred(tmp_path: Path) -> None:
     assert keeper.current is not None and keeper.current.ref == newer.ref and "checkpoint" in said[0]
 
 
+def test_memory_comes_before_an_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path) -> None:
+    left = leave(tmp_path, (3, 7))
+    slots = SlotPool(Disk(tmp_path), NUMEL)
+    for number in (6, 7):
+        made = write_checkpoint(
+            tmp_path / "run", state(slots, lineage=(3, number), value=5.0), PARAMETERS, HISTORY, False, 2
+        )
+    (made / "model.safetensors").write_bytes(b"")
+    keeper, said = keeper_on(tmp_path)
+    assert keeper.current is not None and keeper.current.ref == left.ref
+    assert "3-7 is skipped" in said[0] and "left in memory" in said[1]
+
+
 def damage(held: Held) -> None:
     np.memmap(held.slot, dtype="<f4", mode="r+")[3] += 1
 
