@@ -25,8 +25,8 @@ The last line of standard output with --json is one object with these keys:
   together      faults that came while another one lasted
   records       every fault: run, kind, victim, second of the run, proof, who noticed and after how many seconds, and
                 after how many all trained together again
-  found         what went wrong, in words; with --total also mended: what was found before and has been mended
-                (results/chaos-mended.txt)
+  found         what went wrong, in words; with --total also notes: what was found and mended, and what else there is to
+                say about the results (results/chaos-notes.txt)
 Exit code 1 if any run diverged, hung, lost or repeated a sample or left something, or a fault was not noticed.
 """
 
@@ -53,7 +53,7 @@ from tests.soak.chaos_run import ChaosRun, Outcome  # noqa: E402
 from tests.soak.hosts import missing_tools  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-MENDED = RESULTS / "chaos-mended.txt"
+NOTES = RESULTS / "chaos-notes.txt"
 QUICK_FAULTS, QUICK_S = 10, 50.0
 USUAL_FAULTS = 25
 
@@ -65,7 +65,7 @@ def main() -> int:
         return 2
     if args.total:
         result = merged(json.loads(path.read_text()) for path in sorted(RESULTS.glob("chaos-seed*.json")))
-        result["mended"] = MENDED.read_text().splitlines() if MENDED.exists() else []
+        result["notes"] = NOTES.read_text().splitlines() if NOTES.exists() else []
         (RESULTS / "chaos.json").write_text(pretty(result))
         print(json.dumps({k: v for k, v in result.items() if k != "records"}))
         return code_of(result)
