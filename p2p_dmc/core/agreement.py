@@ -98,8 +98,8 @@ class Agreement(AgreementMachine):
                 for peer in attempt.members
                 if peer not in attempt.words and not self._protected(peer)
             ]
-        elif not self.frozen and self._cause() is not None:
-            deadlines.append(max(self._not_before_ms, self._cause_resend_ms))
+        elif self.view is not None and self._cause() is not None:
+            deadlines.append(max(self._pause_end_ms(self.view), self._cause_resend_ms))
         if self.view is not None and self.behind and self.me in self.view.voters:
             deadlines.append(self._word_resend_ms)
         return max(now_ms + 1, min(deadlines))

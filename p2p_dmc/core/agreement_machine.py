@@ -53,7 +53,7 @@ class AgreementMachine(AgreementState):
         view, cause = self.view, self._cause()
         if view is not None and self.me not in view.voters and all(map(self._left, view.voters)):
             self._abandon(view)
-        if view is None or cause is None or self._now < self._not_before_ms:
+        if view is None or cause is None or self._now < self._pause_end_ms(view):
             return
         if self._now >= self._cause_resend_ms:
             self._cause_resend_ms = self._now + self._settings.cause_ttl_ms // 4

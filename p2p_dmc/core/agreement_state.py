@@ -162,6 +162,10 @@ class AgreementState:
             return f"{', '.join(sorted(self._strays))} cannot enter view {view.view_epoch}"
         return self._wanted_at_once
 
+    def _pause_end_ms(self, view: View) -> int:
+        """Flapping makes the next change wait, but not for the dead: no round of their view completes any more."""
+        return self._now if any(map(self._lost, view.members)) else self._not_before_ms
+
     def _enough_causes(self, view: View) -> bool:
         """The pre-vote: counted as the quorum is, but on this peer's own knowledge."""
         oldest = self._now - self._settings.cause_ttl_ms

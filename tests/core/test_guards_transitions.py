@@ -582,3 +582,17 @@ def test_a_verdict_about_oneself_is_nothing(verdict: object) -> None:
     cluster = Cluster("ab").run("ab")
     assert cluster["a"].verdict("a", 1, verdict, cluster.now).sends == ()  # type: ignore[arg-type]
     assert not cluster["a"].change_wanted and "a" not in cluster["a"]._book.verdicts
+
+
+def test_flapping_makes_changes_wait_but_not_for_the_dead() -> None:
+    """No round of a view with a dead member completes: there is nothing to go on with meanwhile."""
+    cluster = Cluster("abcd").run("abcd")
+    for _ in range(6):  # attempts in a row
+        for name in cluster.up():
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+    pause_ms = cluster["a"]._not_before_ms - cluster.now
+    assert pause_ms > 1_000
+    cluster.kill("d")
+    cluster.deliver()
+    assert cluster.standing("abc").view_epoch > 2, "at once"

@@ -14,7 +14,6 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "Agreement.change_wanted: self.frozen [dropped]": VIEW_STANDS,
         "Agreement.change_wanted: self.view is None [dropped]": VIEW_STANDS,
         "Agreement.awaited: self._withdrawn [dropped]": "superfluous: who withdrew has no view and no attempt",
-        "Agreement.next_deadline_ms: not self.frozen [dropped]": VIEW_STANDS,
         "Agreement.at_barrier: self.view is None [dropped]": VIEW_STANDS,
         "Agreement.at_barrier: self.frozen [dropped]": VIEW_STANDS,
         "Agreement.complete: view is None [dropped]": VIEW_STANDS,
