@@ -443,6 +443,7 @@ def test_without_a_donor_it_is_lost_and_after_some_views_hopeless(
         assert len(one.hopeless) == 1 and "does not have it" in one.hopeless[0]
         one.donors.gone = set()
         await one.caught_up()
+        assert one.catch_up._failures == 0  # in a row
         await one.end()
         assert balanced(one.keeper)
 
