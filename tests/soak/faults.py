@@ -438,7 +438,9 @@ STATE_PHASES = ("serving", "adopting", "learning", "replayed")
 
 
 class PhaseCut(Fault):
-    """The victim strikes itself at a phase (p2p_dmc.observe.phases)."""
+    """The victim strikes itself at a phase (p2p_dmc.observe.phases): with ``action`` given at once, else with one by
+    chance at the first time or one of the next.
+    """
 
     brief_s = (1.0, 4.0)
 
@@ -449,7 +451,7 @@ class PhaseCut(Fault):
         self.phase = phase
         self.trainers = phase in phases.TRAINER_PHASES
         actions = ("kill", "kill", "kill-both", "stop") if self.trainers else ("kill", "kill", "stop")
-        self.action = action or rng.choice(actions)
+        self.action, self.exact = action or rng.choice(actions), action is not None
         self.kind = f"{self.action} at {phase}"  # type: ignore[misc]
         self.deadly = self.action != "stop"
         self._line: dict[str, Any] = {}
@@ -457,11 +459,8 @@ class PhaseCut(Fault):
     def strike(self) -> None:
         self.when = time.time()
         self._orders = self.hosts.orders / self.victim.name
-        count = (
-            1
-            if self.phase in (*STATE_PHASES, "checkpointing", "checkpointed")
-            else self.rng.choice((1, 1, 2, 3))
-        )
+        once = self.exact or self.phase in (*STATE_PHASES, "checkpointing", "checkpointed")
+        count = 1 if once else self.rng.choice((1, 1, 2, 3))
         delay_ms = self.rng.choice((0, 0, 5, 20)) if self.phase in ("reducing", "header-said") else 0
         phases.give(self._orders, self.phase, self.action, count, delay_ms)
 
