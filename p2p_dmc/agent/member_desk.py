@@ -63,6 +63,9 @@ class MemberDesk:
     def _header(self, sender: str, header: messages.RoundHeader) -> None:
         """A member may have opened the view before this peer: its header waits here."""
         check_header(header)
+        failed = self._run.said_failed
+        if failed is not None and failed.view_id == header.view_id:  # it has not heard, or had not yet
+            self._run.to_member(sender, failed)
         rounds, agreement = self._run.rounds, self._run.agreement
         if agreement is not None and agreement.view is not None and header.view_id != agreement.view.view_id:
             # whoever of the two is behind learns it

@@ -80,6 +80,8 @@ class Run:
         self.in_flight: tuple[int, int] | None = None
         self.parked = False
         """The trainer waits for a view, and does nothing but reduce until it trains in one."""
+        self.said_failed: messages.GroupFailed | None = None
+        """What this peer said last of a group that it dropped: again to whoever stands at that view's barrier."""
         self._unproven: set[int] = set()
         """Epochs of views in a row whose reduction failed while this peer was learning."""
         self._early_lease: int | None = None
@@ -214,7 +216,7 @@ class Run:
         if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
             return
         self.event("round_failed", view_epoch=message.view_epoch, round=message.round, reason=message.reason)
-        failed = messages.GroupFailed(
+        failed = self.said_failed = messages.GroupFailed(
             view_epoch=self.view.view_epoch, view_id=self.view.view_id, reason=message.reason[:200]
         )
         for member in self.view.members:

@@ -19,11 +19,19 @@ from p2p_dmc.agent.training import Training
 from p2p_dmc.agent.view_opening import out_of_date
 from p2p_dmc.agent.work import Strike, Work, encode_strikes
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Stopped
+from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Ready, Stopped
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError, UserError
-from p2p_dmc.wire.messages import PeerMeta, RunClosed, Withdrawn, decode_meta, encode_meta
-from p2p_dmc.wire.trainer_messages import RoundReady, RoundResult, RunFinished
+from p2p_dmc.wire.messages import (
+    GroupFailed,
+    PeerMeta,
+    RoundHeader,
+    RunClosed,
+    Withdrawn,
+    decode_meta,
+    encode_meta,
+)
+from p2p_dmc.wire.trainer_messages import RoundFailed, RoundReady, RoundResult, RunFinished
 from tests.agent.helpers import (
     NUMEL,
     PARAMETERS,
@@ -218,3 +226,23 @@ def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: py
     run.rivals.look = lambda: setattr(run, "training", None)  # type: ignore[method-assign]
     run.tick()
     assert run.training is None and calls == ["serve_lease", "repeat"]
+
+
+def test_a_failed_group_is_told_again_to_whoever_stands_at_its_barrier(tmp_path: Path) -> None:
+    """The first word may be lost, and the others would wait there for this peer's next header."""
+    around = surroundings(tmp_path)
+    run = in_a_view_of_two(around)
+    assert run.view is not None
+    agreement = cast(Any, run.agreement)
+    agreement.view, agreement.wants_change = None, lambda *_, **__: Ready()
+    run.trainer_message(plain(RoundFailed, view_epoch=run.view.view_epoch, reason="broken"))
+
+    def told() -> list[str]:
+        return [to for to, m, _ in around.sent if isinstance(m, GroupFailed)]
+
+    assert told() == [peer(2)]
+    facts = {"digest": b"d" * 16, "payload_spec": b"s" * 16, "view_epoch": run.view.view_epoch}
+    run.members.message(peer(2), plain(RoundHeader, view_id=run.view.view_id, **facts))
+    assert told() == [peer(2)] * 2
+    run.members.message(peer(2), plain(RoundHeader, view_id=b"another view....", **facts))
+    assert told() == [peer(2)] * 2
