@@ -11,6 +11,7 @@ from tests.system.commands import complaint, facts
 from tests.system.scenario import NAMES, START_S, finish, start, train_together
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("came_back", ["woken up", "started again"])
 def test_of_two_machines_the_first_vanishes_and_comes_back(
     cluster: Cluster, data: Path, came_back: str

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 
@@ -33,6 +34,7 @@ def kept(peer: Peer) -> tuple[int, int] | None:
     return state.lineage if state is not None else None
 
 
+@pytest.mark.long
 def test_momentum_outlives_the_trainer_and_is_exported(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, ("a", "b"), "--checkpoint-every", "1s", script=("--momentum", "0.5"))

@@ -102,6 +102,7 @@ def test_one_joins_a_pair_and_comes_back_after_a_pause(cluster: Cluster, data: P
     finish(cluster, peers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_founder_alone_goes_on_when_its_joiner_does_not(cluster: Cluster, data: Path, where: str) -> None:
     """Killed in the middle of its download, then stopped there; the ids decide who comes first in a ring of two."""
@@ -155,6 +156,7 @@ def test_four_join_at_once(cluster: Cluster, data: Path) -> None:
     finish(cluster, [seed, *joiners])
 
 
+@pytest.mark.long
 def test_a_donor_is_killed_while_it_serves(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     orders = obeys(cluster, cluster.peer("b"))
@@ -168,6 +170,7 @@ def test_a_donor_is_killed_while_it_serves(cluster: Cluster, data: Path) -> None
     finish(cluster, [a, joiner])
 
 
+@pytest.mark.long
 def test_a_donor_that_lies_is_replaced(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny", name="a")
     liar = named_so_that_it_sorts(cluster, "b", "first", seed)

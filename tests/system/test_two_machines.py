@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from p2p_dmc.agent.client import ask
 from tests.system.cluster import Cluster, Peer
 from tests.system.scenario import NAMES, SILENCE_S, finish, go_on_without, start, train_together
@@ -47,6 +49,7 @@ def test_one_that_vanishes_is_waited_for_only_if_it_is_the_first(cluster: Cluste
     finish(cluster, peers)
 
 
+@pytest.mark.long
 def test_strict_waits_for_one_that_was_seen_to_crash(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, NAMES[:2], "--quorum", "strict")
