@@ -7,6 +7,7 @@ gone even where its memory is whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -43,7 +44,9 @@ def _path(folder: Path, run: str) -> Path:
     return folder / f"{RECORD_PREFIX}{hashlib.blake2b(run.encode(), digest_size=8).hexdigest()}"
 
 
+@functools.cache
 def _power() -> str:
+    """Which start of the system this is; asked once, not in every round."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

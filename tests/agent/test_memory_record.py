@@ -120,6 +120,27 @@ def test_what_is_not_whole_is_not_taken(tmp_path: Path, harm: object) -> None:
     keeper.pool().take()
 
 
+@pytest.mark.parametrize("point", ["write_bytes", "replace"])
+def test_an_agent_killed_while_it_writes_leaves_the_record_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    keeper, _ = keeper_on(tmp_path)
+    keeper.hold(state(keeper.pool(), lineage=(3, 1), value=1.0))
+    whole = keeper.current
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        if point == "replace":
+            patch.setattr(memory_record.os, "replace", killed)
+        else:
+            patch.setattr(Path, "write_bytes", killed)
+        keeper.hold(state(keeper.pool(), lineage=(3, 2), value=2.0))
+    again, _ = keeper_on(tmp_path)
+    assert whole is not None and again.current is not None and again.current.ref == whole.ref
+
+
 def test_another_history_is_not_taken(tmp_path: Path) -> None:
     leave(tmp_path, history=b"x" * 16)
     keeper, _ = keeper_on(tmp_path)
