@@ -43,26 +43,17 @@ def local_mode(start: Lineage, *, honoured: bool, base: Lineage | None, in_fligh
 def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) -> ViewStarted:
     """The trainer's word of it."""
     reach("opening")
-    return ViewStarted(
-        view_epoch=view.view_epoch,
-        view_id=view.view_id,
-        history=view.history,
-        replaced=tuple(r.history for r in run.replaced),
-        rank=view.members.index(run.me),
-        world=len(view.members),
-        next_round=view.start.lineage[1] + 1,
-        slot_path=str(held.slot),
-        digest=held.anchor_digest,
-        tau=held.tau.tau,
-        epoch=ledger.epoch,
-        local=mode,
-        backend="gloo" if run.desk.backend == "auto" else run.desk.backend,
-        group_timeout_ms=run.services.settings.group_timeout_ms,
-    )
+    return _started(run, view, mode, str(held.slot), held.anchor_digest, held.tau.tau, ledger.epoch)
 
 
 def learning_started(run: Run, view: View) -> ViewStarted:
     """To a learner's trainer: it reduces zeros in this view, and does nothing else."""
+    return _started(run, view, Local.LEARN, slot_path="", digest=b"", tau=1, epoch=0)
+
+
+def _started(
+    run: Run, view: View, local: Local, slot_path: str, digest: bytes, tau: int, epoch: int
+) -> ViewStarted:
     return ViewStarted(
         view_epoch=view.view_epoch,
         view_id=view.view_id,
@@ -71,11 +62,11 @@ def learning_started(run: Run, view: View) -> ViewStarted:
         rank=view.members.index(run.me),
         world=len(view.members),
         next_round=view.start.lineage[1] + 1,
-        slot_path="",
-        digest=b"",
-        tau=1,
-        epoch=0,
-        local=Local.LEARN,
+        slot_path=slot_path,
+        digest=digest,
+        tau=tau,
+        epoch=epoch,
+        local=local,
         backend="gloo" if run.desk.backend == "auto" else run.desk.backend,
         group_timeout_ms=run.services.settings.group_timeout_ms,
     )
