@@ -201,6 +201,7 @@ class Jobs:
     async def _leave(self, job: Job, reason: str) -> None:
         job.stopping = True
         await job.run.end.save_before_leaving()
+        await job.run.end.leave_between_rounds()
         job.run.withdraw(reason)
         job.run.end.over("left", reason)
 

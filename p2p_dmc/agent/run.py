@@ -146,8 +146,9 @@ class Run:
         elif isinstance(message, local.LeaseRequest):
             self._lease(message)
         elif isinstance(message, local.RoundReady) and training is not None:
-            training.round_ready(message)
-            self.in_flight = training.in_flight
+            if not self.end.leaving:
+                training.round_ready(message)
+                self.in_flight = training.in_flight
         elif isinstance(message, local.RoundResult):
             self._round_result(message)
         elif isinstance(message, local.RoundFailed):
@@ -275,6 +276,7 @@ class Run:
 
     def hold(self, held: Held) -> None:
         self.keeper.hold(held)
+        self.end.round_over()
         self.views.based_on(held)
         self.desk.forget_strikes(self.views.in_ledger)
 

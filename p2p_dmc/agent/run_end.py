@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from p2p_dmc.wire import trainer_messages as local
 
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
+
+LAST_ROUND_S = 5.0
+"""So long a peer that leaves waits for the end of a round: others may take longer steps, and reduce later."""
 
 LINGER_S = 2.0
 """A peer whose run is over answers the others' last headers for this long, and after a request for its state, too."""
@@ -33,6 +37,9 @@ class RunEnd:
         self.stop_asked = False
         self.done = asyncio.Event()
         self._closing = False
+        self.leaving = False
+        """This peer says no header any more: it would draw the others into a reduction that it breaks."""
+        self._round_over = asyncio.Event()
 
     @property
     def agreed(self) -> bool:
@@ -95,6 +102,20 @@ class RunEnd:
         if held is not None and held.ref.lineage > (0, 0):
             await run.checkpoint(held)
 
+    async def leave_between_rounds(self) -> None:
+        """This peer leaves: the round whose header it has said ends first, so that nobody has to reduce it again."""
+        training = self._run.training
+        self.leaving = True
+        if training is None or training.frozen or training.barrier.own is None or self._closing:
+            return
+        self._round_over.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._round_over.wait(), LAST_ROUND_S)
+
+    def round_over(self) -> None:
+        """The round is complete here, or never will be."""
+        self._round_over.set()
+
     def linger_s(self, now_s: float) -> float:
         """How much longer this peer stays for the others' sake, in seconds; ``now_s`` is monotonic."""
         last_s = max(self.over_s, self._run.keeper.last_request_s)
@@ -151,6 +172,7 @@ class RunEnd:
         if self.outcome:
             return
         self.outcome, self.detail = outcome, detail
+        self.round_over()
         self.over_s = time.monotonic()
         self._run.event("run_over", outcome=outcome, detail=detail)
         self._run.services.meta_changed()

@@ -56,6 +56,7 @@ class Views:
         rounds = self._run.rounds
         if rounds is not None:
             rounds.freeze()
+            self._run.end.round_over()
             self._run.to_trainer(CancelGroup(view_epoch=rounds.view.view_epoch))
 
     def end(self) -> None:

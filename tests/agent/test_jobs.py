@@ -58,3 +58,22 @@ def test_a_shard_is_wanted_again_until_it_comes(monkeypatch: pytest.MonkeyPatch)
 
     asyncio.run(life())
     assert sent == [(b"t", ShardReady(dataset=b"d" * 16, shard=3, path="a.tar"))]
+
+
+def test_what_is_committed_is_on_disk_before_a_peer_leaves_between_rounds() -> None:
+    done: list[str] = []
+
+    async def step(name: str) -> None:
+        done.append(name)
+
+    end = SimpleNamespace(
+        save_before_leaving=lambda: step("save"),
+        leave_between_rounds=lambda: step("between rounds"),
+        over=lambda outcome, reason: done.append(outcome),
+    )
+    run = SimpleNamespace(end=end, withdraw=lambda reason: done.append(f"withdraw: {reason}"))
+    job = SimpleNamespace(run=run, stopping=False)
+    jobs = Jobs(cast(Any, SimpleNamespace(journal=SimpleNamespace(listeners=[]))))
+    asyncio.run(jobs._leave(cast(Any, job), "enough"))
+    assert done == ["save", "between rounds", "withdraw: enough", "left"]
+    assert job.stopping

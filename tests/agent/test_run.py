@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from p2p_dmc.agent import run_end
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
@@ -74,6 +75,55 @@ def test_a_view_of_one_may_give_way_to_the_next_within_a_message(tmp_path: Path,
     run.training = cast(Any, training)
     run.trainer_message(plain(kind))
     assert run.training is None and run.in_flight == (1, 2)
+
+
+@pytest.mark.parametrize("end", ["complete", "frozen"])
+def test_a_peer_that_leaves_ends_its_round_and_begins_no_other(tmp_path: Path, end: str) -> None:
+    around = surroundings(tmp_path)
+    run = in_a_view_of_two(around)
+    slots = run.keeper.slots = SlotPool(around.services.memory, NUMEL)
+    said: list[Any] = []
+    barrier = SimpleNamespace(own=None)
+    training = SimpleNamespace(
+        round_ready=said.append,
+        in_flight=None,
+        frozen=False,
+        freeze=lambda: None,
+        view=run.view,
+        barrier=barrier,
+    )
+    run.training = cast(Any, training)
+    run.trainer_message(plain(RoundReady))
+    assert len(said) == 1
+    barrier.own = plain(RoundHeader)
+
+    async def life() -> None:
+        leaving = asyncio.ensure_future(run.end.leave_between_rounds())
+        await asyncio.sleep(0)
+        assert not leaving.done()
+        if end == "complete":
+            run.hold(state(slots, (1, 2)))
+        else:
+            run.views.frozen()
+        await asyncio.wait_for(leaving, 1)
+
+    asyncio.run(life())
+    run.trainer_message(plain(RoundReady))
+    assert len(said) == 1
+
+
+def test_leaving_waits_where_a_round_may_end_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = in_a_view_of_two(surroundings(tmp_path))
+    asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))  # nothing is trained
+    said, stepping = SimpleNamespace(own=plain(RoundHeader)), SimpleNamespace(own=None)
+    for frozen, barrier in ((True, said), (False, stepping)):
+        run.training = cast(Any, SimpleNamespace(frozen=frozen, barrier=barrier))
+        asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))
+    monkeypatch.setattr(run_end, "LAST_ROUND_S", 0.01)
+    run.training = cast(Any, SimpleNamespace(frozen=False, barrier=said))
+    asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))
 
 
 def test_nobody_waits_for_a_peer_that_is_refused(tmp_path: Path) -> None:
