@@ -102,7 +102,8 @@ def repeat(world: World, name: str) -> None:
     if host.barrier() is not None:
         world.look_at_data(host)
         core = host.core
-        assert core is not None
+        if core is None:
+            return  # it was to die with its next word
         own = own._replace(change=core.change_wanted, closing=host.stop_asked)
     world.say_header(host, own)
 
