@@ -38,9 +38,9 @@ class Agreement(AgreementMachine):
     @property
     def change_wanted(self) -> bool:
         """Goes into the next header: with it set in any header, everybody calls `at_barrier`."""
-        if self.frozen or self.view is None or self._now < self._not_before_ms:
+        if self.view is None or self._now < self._not_before_ms:
             return False
-        return bool(self._wanted or self._joiners() or self._cause() or self.caught_up)
+        return bool(self._wanted or self._joiners() or self._cause(self.view) or self.caught_up)
 
     @property
     def caught_up(self) -> bool:
@@ -73,7 +73,7 @@ class Agreement(AgreementMachine):
     @property
     def awaited(self) -> tuple[str, ...]:
         """Peers without which no round can be had: until they are back, or evicted."""
-        if self._withdrawn or self.left_out:
+        if self.left_out:
             return ()
         if self._attempt is not None:
             decision = self._decision
@@ -98,7 +98,7 @@ class Agreement(AgreementMachine):
                 for peer in attempt.members
                 if peer not in attempt.words and not self._protected(peer)
             ]
-        elif self.view is not None and self._cause() is not None:
+        elif self.view is not None and self._cause(self.view) is not None:
             deadlines.append(max(self._pause_end_ms(self.view), self._cause_resend_ms))
         if self.view is not None and self.behind and self.me in self.view.voters:
             deadlines.append(self._word_resend_ms)
@@ -132,7 +132,7 @@ class Agreement(AgreementMachine):
     def found(self, peers: tuple[str, ...], now_ms: int) -> Ready:
         """The shell found it in order to found the run, or reopen it, with these reachable peers."""
         self._begin(now_ms)
-        if self._withdrawn or not self.frozen:
+        if self._withdrawn or self.view is not None:
             self._accepted = False
         elif self._attempt is None or self.left_out:
             self._open(self._n + 1, peers, (), (self.me.peer_id,), "founding or reopening")
@@ -177,7 +177,8 @@ class Agreement(AgreementMachine):
 
     def withdraw(self) -> Stopped:
         """Take no part until `rejoin`. Tell the others what is returned: they go on without these votes."""
-        self.frozen, self.view, self._attempt, self._withdrawn = True, None, None, True
+        self._freeze()
+        self._attempt, self._withdrawn = None, True
         self._vote_floor = self._n
         return self._farewell()
 
@@ -208,8 +209,8 @@ class Agreement(AgreementMachine):
     def wants_change(self, reason: str, now_ms: int, *, at_once: bool) -> Ready:
         """This peer wants another view: at the next barrier, or at once (a collective failed)."""
         self._begin(now_ms)
-        if at_once and not self.frozen:
-            if self.view is not None and self._wanted_at_once is None:
+        if at_once and self.view is not None:
+            if self._wanted_at_once is None:
                 self._blame_learners(self.view)
             self._wanted_at_once = reason
         elif not at_once:
@@ -221,7 +222,7 @@ class Agreement(AgreementMachine):
     def at_barrier(self, now_ms: int) -> Ready:
         """All members stand at a header barrier and one wants a change: every voter proposes."""
         self._begin(now_ms)
-        if self.view is None or self.frozen or self.me not in self.view.voters:
+        if self.view is None or self.me not in self.view.voters:
             self._accepted = False
         else:
             self._open(self._n + 1, self._joiners(), (), (), "agreed at the barrier")
@@ -232,7 +233,7 @@ class Agreement(AgreementMachine):
         self._begin(now_ms)
         view = self.view
         expected = None if view is None else (view.view_epoch, self.completed.lineage[1] + 1)
-        if view is None or self.frozen or self.behind or state.lineage != expected:
+        if view is None or self.behind or state.lineage != expected:
             self._accepted = False
             self._note(f"round {state.lineage} is refused: expected {expected}, frozen {self.frozen}")
             return self._finish()
@@ -251,13 +252,13 @@ class Agreement(AgreementMachine):
         Whichever of the two is behind learns it: nobody waits at the barrier of a view that others have left.
         """
         self._begin(now_ms)
-        if self.view is None or self._word is None:
+        if self.view is None:
             self._accepted = False
         elif view_epoch > self.view.view_epoch:
             message = Cause(history=self.history, view_epoch=self.view.view_epoch, sender=self.me)
             self._send(peer_id, message)
         else:
-            self._send(peer_id, self._word)
+            self._send(peer_id, self._said)
         return self._finish()
 
     def committed(self, lineage: Lineage) -> None:
@@ -273,14 +274,14 @@ class Agreement(AgreementMachine):
         """
         self._begin(now_ms)
         view = self.view
-        if view is None or self.frozen:
+        if view is None:
             self._accepted = False
             known = self._known is not None and state.lineage[0] <= self._known.view_epoch
             if known and state.lineage > self.completed.lineage:
                 self._late = state
                 self._hasten()
         elif self.behind and (state == view.start or state.lineage[0] == view.view_epoch):
-            self._adopt(state)
+            self._adopt(state, view)
         else:
             self._accepted = False
         return self._finish()
@@ -308,7 +309,7 @@ class Agreement(AgreementMachine):
         """Give up this peer's history for another one: from here on it is a newcomer with that state."""
         self._begin(now_ms)
         self._freeze()
-        self.view, self._word, self._attempt, self._last, self._late = None, None, None, None, None
+        self._attempt, self._last, self._late = None, None, None
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._replaced = ()
         self._evicted.clear()
@@ -321,8 +322,9 @@ class Agreement(AgreementMachine):
         """Raise AssertionError, with both values, if this peer contradicts itself."""
         view = self.view
         assert self._n >= self._floor, f"said {self._n} after {self._floor} was on disk"
-        assert self.frozen or view is not None, "not frozen, and no view stands"
-        assert not (self.frozen and view is not None), "frozen, and a view stands"
+        assert (view is None) == (self._word is None), f"of view {view} this was said: {self._word}"
+        if self._withdrawn:
+            assert view is None and self._attempt is None, f"withdrawn, in {view or self._attempt}"
         if view is not None:
             assert view.view_epoch == self._n, f"view {view.view_epoch} stands, but {self._n} was said"
             assert self.me in view.members, f"{self.me} is not in its own view {view.members}"

@@ -41,19 +41,19 @@ class AgreementMachine(AgreementState):
 
     def _progress(self) -> None:
         """Whatever has become possible or due."""
-        if self._withdrawn:
-            return
-        if not self.frozen:
-            self._consider_change()
-            self._repeat_word()
+        if self.view is not None:
+            self._consider_change(self.view)
+        if self.view is not None:
+            self._repeat_word(self.view)
         if self._attempt is not None and not self.left_out:
             self._advance(self._attempt)
 
-    def _consider_change(self) -> None:
-        view, cause = self.view, self._cause()
-        if view is not None and self.me not in view.voters and all(map(self._left, view.voters)):
+    def _consider_change(self, view: View) -> None:
+        if all(map(self._left, view.voters)):
             self._abandon(view)
-        if view is None or cause is None or self._now < self._pause_end_ms(view):
+            return
+        cause = self._cause(view)
+        if cause is None or self._now < self._pause_end_ms(view):
             return
         if self._now >= self._cause_resend_ms:
             self._cause_resend_ms = self._now + self._settings.cause_ttl_ms // 4
@@ -64,21 +64,20 @@ class AgreementMachine(AgreementState):
         if self._enough_causes(view):
             self._open(self._n + 1, self._joiners(), (), (), cause)
 
-    def _repeat_word(self) -> None:
+    def _repeat_word(self, view: View) -> None:
         """A voter that fetches its start state says no header; whoever has left the view answers to this instead."""
-        view, word = self.view, self._word
-        if view is None or word is None or not self.behind or self.me not in view.voters:
+        if not self.behind or self.me not in view.voters:
             return
         if self._now >= self._word_resend_ms:
             self._word_resend_ms = self._now + self._settings.resend_max_ms
             for voter in view.voters:
-                self._send(voter.peer_id, word)
+                self._send(voter.peer_id, self._said)
 
     # -- an attempt ------------------------------------------------------------------------------
 
     def _open(
         self, n: int, candidates: Iterable[str], stopped: Iterable[str], voters: Iterable[str], why: str
-    ) -> None:
+    ) -> Attempt:
         """Freeze and say the first word of attempt n. What it says of this peer is fixed here.
 
         The voters of the last view vote again, and those named. A joiner is not among them until it caught up, nor is
@@ -87,9 +86,9 @@ class AgreementMachine(AgreementState):
         last = self._last if not self.left_out else None
         self._freeze()
         self._take_strike()
-        if self._late is not None and self._late.lineage > self.completed.lineage:
+        if self._late is not None:  # newer than `completed`, which stays as it is while frozen
             self.completed = self._late
-        self._late, self.view, self._word, self.left_out = None, None, None, False
+        self._late, self.left_out = None, False
         self._wanted = self._wanted_at_once = None
         self._n = n
         content = Propose(
@@ -120,6 +119,7 @@ class AgreementMachine(AgreementState):
         voting = {*voters, *(v.peer_id for v in remembered)}
         attempt.grow(everybody, {*stopped, *gone}, voting, self._evicted, self._now)
         self._say(attempt, why)
+        return attempt
 
     def _say(self, attempt: Attempt, why: str) -> None:
         """Say the sets as they are now. On disk first: somebody may install them."""
@@ -157,7 +157,7 @@ class AgreementMachine(AgreementState):
         me = self.me.peer_id
         stopped = {peer for peer in attempt.members if peer != me and self._book.gone(peer)}
         stopped |= self._silent(attempt)
-        refused = self._decision is not None and not self._decision.holds
+        refused = self._decision is not None
         if attempt.grow(self._joiners() if refused else (), stopped, (), self._evicted, self._now):
             self._say(attempt, "the sets grew")
         words = attempt.agreed()
@@ -187,7 +187,7 @@ class AgreementMachine(AgreementState):
 
     def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
         attempt.judged = words
-        histories = {word.history for word in words} | {self.history or self._courted}
+        histories = {word.history for word in words} | {self._courted}
         histories.discard(b"")
         if len(histories) > 1:
             self._note(f"attempt {attempt.n} mixes histories {sorted(h.hex() for h in histories)}")
@@ -197,7 +197,7 @@ class AgreementMachine(AgreementState):
             return
         self._decision = decide(words, self._quorum)
         if self._decision.holds:
-            self._install(words, self._decision, min(histories, default=b""))
+            self._install(attempt, words, self._decision, min(histories, default=b""))
         else:
             self._note(f"attempt {attempt.n} has no quorum: {self._decision.describe()}")
 
@@ -213,9 +213,7 @@ class AgreementMachine(AgreementState):
         at_odds = [peer for peer in attempt.unheard() if peer in attempt.words]
         if back or restarted or at_odds or self._late is not None:
             self._raises += 1
-            names = {
-                peer for peer in attempt.candidates if self._protected(peer) or not self._book.gone(peer)
-            }
+            names = {peer for peer in attempt.candidates if not self._book.gone(peer)}  # and the last view's
             voters = attempt.voters & names
             self._open(self._n + 1, names | set(self._joiners()), (), voters, f"attempt {attempt.n} is stuck")
 
@@ -230,7 +228,9 @@ class AgreementMachine(AgreementState):
 
     # -- installing ------------------------------------------------------------------------------
 
-    def _install(self, words: tuple[Propose, ...], decision: Decision, history: bytes) -> None:
+    def _install(
+        self, attempt: Attempt, words: tuple[Propose, ...], decision: Decision, history: bytes
+    ) -> None:
         identity = view_id(words)
         thin = decision.thin or not history
         view = View(
@@ -261,16 +261,17 @@ class AgreementMachine(AgreementState):
         self._pending = (self._pending - said) | {ref}  # by now all incarnations are known
         self.history, self._courted, self._persist = view.history, b"", True
         self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
-        self._word = replace(self._attempt.words[self.me.peer_id], installed=True) if self._attempt else None
+        self._word = replace(attempt.words[self.me.peer_id], installed=True)
         self._attempt, self._decision = None, None
-        self.frozen = self.left_out = False
+        self.left_out = False
         self.behind = self.completed != view.start
         if self._late == view.start:
-            self._adopt(view.start)
+            self._adopt(view.start, view)
         self._late = None
         self._strays.clear()
         for peer in ref.peers:
             self._failures.pop(peer, None)
+            self._shunned_ms.pop(peer, None)
         self._causes.clear()
         self._cause_resend_ms = self._now
         self._word_resend_ms = self._now + self._settings.resend_max_ms
@@ -284,21 +285,20 @@ class AgreementMachine(AgreementState):
             f"from {view.start.lineage}"
         )
 
-    def _adopt(self, state: StateRef) -> None:
+    def _adopt(self, state: StateRef, view: View) -> None:
         self.completed, self.behind = state, False
-        if self.view is not None and state.lineage[0] == self.view.view_epoch:
-            self._known = self.view.ref
+        if state.lineage[0] == view.view_epoch:
+            self._known = view.ref
 
     def _abandon(self, view: View) -> None:
         """A learner whose voters are all gone: what comes after them is not this peer's to propose."""
         self._freeze()
-        self.view, self._word, self.left_out = None, None, True
+        self.left_out = True
         self._note(f"leaves view {view.view_epoch}, whose voters are gone")
 
     def _leave(self, word: Propose) -> None:
         """A later view stands without this peer."""
         self._freeze()
-        self.view = self._word = None
         if self._attempt is not None and self._attempt.n <= word.n:
             self._attempt = None
         if not self.left_out:
@@ -334,15 +334,15 @@ class AgreementMachine(AgreementState):
 
     def _on_propose_standing(self, word: Propose, view: View) -> None:
         voter = word.sender in view.voters
-        mine = self._word
+        mine = self._said
         inside = self.me.peer_id in word.members
         if word.installed and (word.n > view.view_epoch or (word.n == view.view_epoch and not inside)):
             self._leave(word)
         elif word.n > view.view_epoch and voter:
             self._follow(word)
-        elif voter and word.n == view.view_epoch and mine is not None and word.sets != mine.sets:
+        elif voter and word.n == view.view_epoch and word.sets != mine.sets:
             self._strays.add(word.sender.peer_id)
-        elif mine is not None and (not word.installed or word.n < view.view_epoch):
+        elif not word.installed or word.n < view.view_epoch:
             self._send(word.sender.peer_id, mine)
 
     def _on_installed_elsewhere(self, word: Propose) -> None:
@@ -376,15 +376,14 @@ class AgreementMachine(AgreementState):
         self._court(word)
         self._evicted |= set(word.evicted)
         voters = {*word.voters, self.me.peer_id} if self._may_vote(word) else word.voters
-        self._open(word.n, word.candidates, self._admissible(word), voters, f"{word.sender.peer_id} says so")
-        if self._attempt is not None:
-            self._attempt.hear(word)
+        why = f"{word.sender.peer_id} says so"
+        self._open(word.n, word.candidates, self._admissible(word), voters, why).hear(word)
 
     def _may_vote(self, word: Propose) -> bool:
         """A newcomer among those who found, or somebody who is not behind whoever proposes: nobody waits for it."""
         if not self.history:
             return not word.history
-        return word.history in (b"", self.history) and self.completed.lineage >= word.completed.lineage
+        return self.completed.lineage >= word.completed.lineage
 
     def _court(self, word: Propose) -> None:
         """A newcomer remembers which history it was asked to join."""
@@ -418,10 +417,12 @@ class AgreementMachine(AgreementState):
         if not self._fenced(message.sender, message.history):
             return
         view = self.view
-        if view is not None and message.view_epoch == view.view_epoch and message.sender in view.voters:
+        if view is None:
+            return
+        if message.view_epoch == view.view_epoch and message.sender in view.voters:
             self._causes[message.sender] = self._now
-        elif view is not None and message.view_epoch <= view.view_epoch and self._word is not None:
-            self._send(message.sender.peer_id, self._word)
+        elif message.view_epoch <= view.view_epoch:
+            self._send(message.sender.peer_id, self._said)
 
     def _on_surpassed(self, message: Surpassed) -> None:
         attempt = self._attempt

@@ -92,7 +92,7 @@ class ViewRef:
     members: tuple[MemberId, ...]
 
     def __post_init__(self) -> None:
-        _require_number(self.view_epoch, "view epoch")
+        _require(0 < self.view_epoch <= NUMBER_MAX, f"a view epoch of {self.view_epoch} is outside 1..2^62")
         _require(0 < len(self.members) <= MEMBERS_MAX, "a view has 1 to 4096 members")
         _require_sorted(tuple(member.peer_id for member in self.members), "view members")
 

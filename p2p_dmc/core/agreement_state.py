@@ -24,7 +24,7 @@ from p2p_dmc.core.quorum import Decision, Quorum
 class AgreementState:
     """State and transitions of one peer.
 
-    Invariant: while a view stands (`not frozen`), its epoch is the greatest n this peer has said.
+    Invariant: while a view stands, its epoch is the greatest n this peer has said.
     Invariant: `completed` does not change from the first word of an attempt until a view is installed.
     """
 
@@ -42,7 +42,6 @@ class AgreementState:
     ) -> None:
         self.me = me
         self.view: View | None = None
-        self.frozen = True
         self.left_out = False
         """A later view stands without this peer: it has to ask to join."""
         self.completed = completed
@@ -71,7 +70,7 @@ class AgreementState:
         self._book = PeerBook()
         self._attempt: Attempt | None = None
         self._word: Propose | None = None
-        """What this peer said of the standing view."""
+        """What this peer said of the standing view. Invariant: there exactly while one stands."""
         self._decision: Decision | None = None
         self._now = now_ms
         self._installed_ms = now_ms
@@ -129,6 +128,17 @@ class AgreementState:
 
     # -- a standing view: is there cause to leave it? --------------------------------------------
 
+    @property
+    def frozen(self) -> bool:
+        """No view stands here: no round can be completed."""
+        return self.view is None
+
+    @property
+    def _said(self) -> Propose:
+        """What this peer said of the standing view."""
+        assert self._word is not None, "of no standing view anything was said"
+        return self._word
+
     def _lost(self, member: MemberId) -> bool:
         return member != self.me and (self._book.superseded(member) or self._book.gone(member.peer_id))
 
@@ -150,10 +160,9 @@ class AgreementState:
                     f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} reductions with it failed"
                 )
 
-    def _cause(self) -> str | None:
+    def _cause(self, view: View) -> str | None:
         """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
-        view = self.view
-        if view is None or self.me not in view.voters:
+        if self.me not in view.voters:
             return None
         lost = [member.peer_id for member in view.members if self._lost(member)]
         if lost:
@@ -190,7 +199,7 @@ class AgreementState:
     def _joiners(self) -> list[str]:
         """Those who asked to join and still do."""
         oldest = self._now - self._settings.join_ttl_ms
-        inside = self._last_peers() if not self.frozen else ()
+        inside = self.view.peers if self.view is not None else ()
         return sorted(
             peer
             for peer, asked_ms in self._book.joiners.items()
@@ -211,8 +220,8 @@ class AgreementState:
             self._attempt.replace_at_ms = min(self._attempt.replace_at_ms, soon_ms)
 
     def _freeze(self) -> None:
-        if not self.frozen:
-            self.frozen = self._froze = True
+        if self.view is not None:
+            self.view, self._word, self._froze = None, None, True
 
     def _take_strike(self) -> None:
         """Attempts in a row make the next one wait; the first after a calm is immediate."""
@@ -249,6 +258,5 @@ class AgreementState:
 
     def _prune(self) -> None:
         """Forget what concerns no view of interest any more."""
-        last = self._last.ref if self._last is not None else None
-        views = [self._base, self._known, last, *self._pending]
+        views = [self._base, self._known, *self._pending]
         self._book.forget_all_but({member for view in views if view is not None for member in view.members})

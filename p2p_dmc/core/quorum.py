@@ -214,8 +214,7 @@ def views_to_hold(
     since = top.view_epoch if top is not None else 0
     promised = {view for word in words for view in word.pending}
     promised |= {view for record in records for view in record.pending}
-    here = tuple(sorted(word.sender for word in words if word.sender.peer_id in word.voting))
-    joint = {view for view in promised if view.view_epoch > since and view.members != here}
+    joint = {view for view in promised if view.view_epoch > since}
     return sorted({*passed, *([top] if top is not None else []), *joint})
 
 
@@ -225,8 +224,6 @@ def origin(words: Sequence[Propose], start: StateRef) -> ViewRef | None:
     An agent restarted from a checkpoint may not know; then whoever may have been in it counts as in it.
     """
     epoch = start.lineage[0]
-    if epoch == 0:
-        return None
     told = [view for word in words for view in (word.base, word.known) if view is not None]
     guessed = [view for word in words for view in word.pending]
     for views in (told, guessed):

@@ -524,6 +524,15 @@ class TestChangeWanted:
             cluster.do("b", cluster["b"].wants_change("failed", cluster.now, at_once=True))
         assert cluster["b"]._failures == {"c": 1}
 
+    def test_one_that_has_become_a_voter_is_kept_out_by_nobody(self) -> None:
+        cluster = with_learner()
+        cluster["a"]._shunned_ms["c"] = cluster.now + 30_000
+        cluster.adopt("c")
+        cluster.do("b", cluster["b"].at_barrier(cluster.now))
+        cluster.deliver()
+        assert voters(cluster, "a") == "abc", "b has let it in"
+        assert last_word(cluster["a"].at_barrier(cluster.now)).candidates == ("a", "b", "c")
+
     def test_a_learner_has_caught_up_when_it_holds_a_state_of_its_view(self) -> None:
         cluster = with_learner()
         assert [cluster[name].caught_up for name in "abc"] == [False] * 3
