@@ -102,8 +102,8 @@ def repeat(world: World, name: str) -> None:
     if host.barrier() is not None:
         world.look_at_data(host)
         core = host.core
-        if core is None:
-            return  # it was to die with its next word
+        if core is None or host.view is not view or host.own() != own:
+            return  # it was to die with its next word, or stands in another view by now
         own = own._replace(change=core.change_wanted, closing=host.stop_asked)
     world.say_header(host, own)
 
