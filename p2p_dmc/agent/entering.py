@@ -26,10 +26,13 @@ class OtherPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What to do now; at most one of the first three is set."""
+    """What to do now; at most one of the first four is set."""
 
     found: tuple[str, ...] = ()
     ask: tuple[str, ...] = ()
+    court: bytes = (
+        b""  # history to join instead of the one that this newcomer was asked to join, which is not here
+    )
     yield_to: bytes = b""  # history to give mine up for: it has committed more, or took mine's place
     replaced: bool = False  # it took mine's place
     waiting: str = ""
@@ -86,14 +89,22 @@ class Entrance:
         self._still_since_s = 0.0
         self._asked_s = 0.0
 
-    def step(self, mine: RunMeta, me: str, peers: Sequence[OtherPeer], seed_known: bool) -> Step:
-        """One look at who is there. Call now and then while no view stands here and the trainer is ready."""
-        standing = [p for p in peers if p.meta.view_epoch > 0]
+    def step(
+        self, mine: RunMeta, me: str, peers: Sequence[OtherPeer], seed_known: bool, courted: bytes = b""
+    ) -> Step:
+        """One look at who is there. Call now and then while no view stands here and the trainer is ready.
+
+        Args:
+            courted: the history that this newcomer was asked to join; b"" for one that was not, or has been in a view.
+        """
         rivals = self.rivals(mine, peers)
         if rivals is not None:
             return rivals
+        standing = self._standing(peers, mine.history or courted)
         if standing:
             return self._ask(standing)
+        if courted and not mine.history:
+            return self._courted(courted, peers)
         elders = [p for p in peers if p.meta.history and p.meta.samples and not self._fits(mine, p)]
         if elders and not mine.history:
             return replace(self._ask(elders), waiting=f"peer {elders[0].peer_id} has begun it and pauses")
@@ -113,6 +124,33 @@ class Entrance:
         if misfits and min(misfits) < ready[0]:
             return Step()  # theirs is founded first; asking to join it names the difference
         return Step(found=ready)
+
+    def _standing(self, peers: Sequence[OtherPeer], history: bytes) -> list[OtherPeer]:
+        """Those with a view of that history; for a newcomer whom none courts, of the one that is the furthest.
+
+        Only of one, and not of one whose place another took: whoever asks and then does not answer costs them a view.
+        """
+        standing = [p for p in peers if p.meta.view_epoch > 0]
+        if not history and standing:
+            replaced = {old for p in standing for old in p.meta.replaced}
+            left = [p for p in standing if p.meta.history not in replaced] or standing
+            history = max((p.meta.samples, p.meta.history) for p in left)[1]
+        return [p for p in standing if p.meta.history == history]
+
+    def _courted(self, courted: bytes, peers: Sequence[OtherPeer]) -> Step:
+        """No view of the history that courts this newcomer stands. It founds nothing beside that.
+
+        While somebody who is in it can be heard, it may go on any moment. If nobody can, and another one goes on, then
+        that is the run by now: it may have been founded where nobody knew of the first one, or have taken its place.
+        Should both be heard again, their members settle it (`rivals`); this peer is in one of them, as a learner first.
+        """
+        here = [p for p in peers if p.meta.history == courted]
+        if here:
+            return Step(waiting=f"peer {here[0].peer_id} has begun it and pauses")
+        others = self._standing(peers, b"")
+        if others:
+            return Step(court=others[0].meta.history)
+        return Step(waiting=f"nobody is here of those that have begun it (history {courted.hex()[:8]})")
 
     def _fits(self, mine: RunMeta, other: OtherPeer) -> bool:
         same_history = not mine.history or not other.meta.history or other.meta.history == mine.history

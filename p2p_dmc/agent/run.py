@@ -397,11 +397,17 @@ class Run:
         if self.rounds is not None and time.monotonic() - self.rounds.frozen_s < STUCK_S:
             return  # an attempt is under way
         step = self.entrance.step(
-            run_meta(self), self.me.peer_id, others(self.services, self.name), self.services.seed_known()
+            run_meta(self),
+            self.me.peer_id,
+            others(self.services, self.name),
+            self.services.seed_known(),
+            self.agreement.promises.courted,
         )
         self.waiting = step.waiting or self.agreement.waiting_for() or ""
         if step.found:
             self.act(self.agreement.found(step.found, now_ms()))
+        if step.court:
+            self.act(self.agreement.court_another(step.court, now_ms()))
         if step.ask:
             self.spawn(self.keeper.pool().prepare(2))  # a state to download, and a round's result to keep
         if step.ask and not self.parked:

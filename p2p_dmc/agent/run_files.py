@@ -12,7 +12,7 @@ from typing import Any
 from p2p_dmc.agent.checkpoints import closed_is_whole
 from p2p_dmc.agent.home import write_json
 from p2p_dmc.core.adacomm import TauPolicy
-from p2p_dmc.core.agreement_messages import Lineage, MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.core.agreement_messages import GivenUp, Lineage, MemberId, Promises, Replaced, ViewRef
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
@@ -51,6 +51,10 @@ def _view_from_json(data: Any) -> ViewRef | None:
     return ViewRef(view_epoch=int(data[0]), members=members)
 
 
+def _views_from_json(data: Any) -> tuple[ViewRef, ...]:
+    return tuple(view for view in map(_view_from_json, data) if view is not None)
+
+
 def save_record(folder: Path, record: RunRecord) -> None:
     """Durable before it returns: a promise is on disk before it is said."""
     promises = record.promises
@@ -66,6 +70,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
             "known": _view_to_json(promises.known),
             "pending": [_view_to_json(v) for v in promises.pending],
             "replaced": [[r.history.hex(), list(r.lineage), r.evicted] for r in promises.replaced],
+            "given_up": [[g.history.hex(), [_view_to_json(v) for v in g.pending]] for g in promises.given_up],
             "closed": record.closed,
             "boot": record.boot,
         },
@@ -80,17 +85,20 @@ def load_record(folder: Path) -> RunRecord | None:
         return None
     try:
         data = json.loads(path.read_text())
-        pending = tuple(v for v in map(_view_from_json, data["pending"]) if v is not None)
         promises = Promises(
             n=int(data["n"]),
             history=bytes.fromhex(data["history"]),
             courted=bytes.fromhex(data["courted"]),
             base=_view_from_json(data["base"]),
             known=_view_from_json(data["known"]),
-            pending=pending,
+            pending=_views_from_json(data["pending"]),
             replaced=tuple(
                 Replaced(history=bytes.fromhex(h), lineage=(int(at[0]), int(at[1])), evicted=bool(evicted))
                 for h, at, evicted in data.get("replaced", ())
+            ),
+            given_up=tuple(
+                GivenUp(history=bytes.fromhex(h), pending=_views_from_json(views))
+                for h, views in data.get("given_up", ())
             ),
         )
         return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from p2p_dmc.core.agreement_machine import AgreementMachine
 from p2p_dmc.core.agreement_messages import (
+    REPLACED_MAX,
     AgreementMessage,
     Cause,
+    GivenUp,
     Lineage,
     MemberId,
     Promised,
@@ -130,9 +132,12 @@ class Agreement(AgreementMachine):
         return self._finish()
 
     def found(self, peers: tuple[str, ...], now_ms: int) -> Ready:
-        """The shell found it in order to found the run, or reopen it, with these reachable peers."""
+        """The shell found it in order to found the run, or reopen it, with these reachable peers.
+
+        Refused for a newcomer that was asked to join a history: whoever has been in that reopens it.
+        """
         self._begin(now_ms)
-        if self._withdrawn or self.view is not None:
+        if self._withdrawn or self.view is not None or self._courted:
             self._accepted = False
         elif self._attempt is None or self.left_out:
             self._open(self._n + 1, peers, (), (self.me.peer_id,), "founding or reopening")
@@ -276,8 +281,9 @@ class Agreement(AgreementMachine):
         view = self.view
         if view is None:
             self._accepted = False
-            known = self._known is not None and state.lineage[0] <= self._known.view_epoch
-            if known and state.lineage > self.completed.lineage:
+            origins = [view for view in (self._known, self._last) if view is not None]
+            newest = self._late or self.completed
+            if state.lineage > newest.lineage and any(state.lineage[0] <= v.view_epoch for v in origins):
                 self._late = state
                 self._hasten()
         elif self.behind and (state == view.start or state.lineage[0] == view.view_epoch):
@@ -306,9 +312,19 @@ class Agreement(AgreementMachine):
             self._raises = 0
 
     def yield_history(self, completed: StateRef, now_ms: int) -> Ready:
-        """Give up this peer's history for another one: from here on it is a newcomer with that state."""
+        """Give up this peer's history for another one: from here on it is a newcomer with that state.
+
+        Should it ever be let into the old one again, it is as one that withdrew and came back: its votes there stay
+        given up, and it says what it promised there. Without that, two sides of the old one could go on: one with the
+        vote of this peer as it was, one in a view that it helped to agree on since.
+        """
         self._begin(now_ms)
         self._freeze()
+        if known := self.history or self._courted:
+            promised = {*self._pending, *([self._base] if self._base is not None else [])}
+            former = GivenUp(history=known, pending=tuple(sorted(promised)))
+            self._given_up = (former, *self._given_up)[:REPLACED_MAX]
+        self._vote_floor = self._n
         self._attempt, self._last, self._late = None, None, None
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._replaced = ()
@@ -316,6 +332,27 @@ class Agreement(AgreementMachine):
         self._base = self._known = self._disk_base = self._disk_known = None
         self._pending.clear()
         self.committed_lineage, self.behind, self._persist = (0, 0), False, True
+        return self._finish()
+
+    def court_another(self, history: bytes, now_ms: int) -> Ready:
+        """This newcomer is to join that history, which lives, and not the one it was asked to join, which nobody here
+        continues. Refused for one that has been in a view.
+
+        What it says in an attempt as a newcomer counts as no vote of the history that courts it: it votes neither
+        there (`_may_vote`) nor in a founding beside it. A set without it binds its voters, who know of it, and is
+        forgotten here. But a set in which it is a voter somebody may have installed: who founded with it before
+        it was courted, or took it for the member that it was before it lost its disk. Such a set stays promised,
+        in whatever history: whoever lets this peer in counts it.
+        """
+        self._begin(now_ms)
+        if self.history or not self._courted or self._courted == history:
+            self._accepted = False
+        else:
+            self._note(
+                f"was asked to join {self._courted.hex()}, of which nobody is here; joins {history.hex()}"
+            )
+            self._courted, self._attempt, self._persist = history, None, True
+            self._pending = {view for view in self._pending if self.me.peer_id in view.peers}
         return self._finish()
 
     def check_invariants(self) -> None:
@@ -334,6 +371,8 @@ class Agreement(AgreementMachine):
             assert self._attempt is None, "an attempt under way beside a standing view"
         for pending in self._pending:
             assert pending.view_epoch <= self._n, f"pending view {pending.view_epoch} above n {self._n}"
+        if self._late is not None:
+            assert self._late.lineage > self.completed.lineage, f"late {self._late}, but {self.completed}"
         if self._base is not None:
             assert self.completed.lineage[0] >= self._base.view_epoch, "completed is older than the base"
         if self._attempt is not None:

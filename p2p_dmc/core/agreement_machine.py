@@ -86,9 +86,8 @@ class AgreementMachine(AgreementState):
         last = self._last if not self.left_out else None
         self._freeze()
         self._take_strike()
-        if self._late is not None:  # newer than `completed`, which stays as it is while frozen
-            self.completed = self._late
-        self._late, self.left_out = None, False
+        self._say_late()
+        self.left_out = False
         self._wanted = self._wanted_at_once = None
         self._n = n
         content = Propose(
@@ -121,6 +120,14 @@ class AgreementMachine(AgreementState):
         self._say(attempt, why)
         return attempt
 
+    def _say_late(self) -> None:
+        """From here on it says what it has adopted since its last word; of the view that it was learning in, too."""
+        if self._late is not None:
+            self.completed = self._late
+            if self._last is not None and self._late.lineage[0] == self._last.view_epoch:
+                self._known = self._last.ref
+        self._late = None
+
     def _say(self, attempt: Attempt, why: str) -> None:
         """Say the sets as they are now. On disk first: somebody may install them."""
         candidates, stopped, voters, evicted = attempt.sets
@@ -136,7 +143,7 @@ class AgreementMachine(AgreementState):
             stopped=stopped,
             voters=voters,
             evicted=evicted,
-            pending=tuple(sorted(self._pending)),
+            pending=self._promised_in(attempt.content.history),
             seen=tuple(records[member] for member in sorted(records)),
             version=self.promise_version,
         )
@@ -259,6 +266,9 @@ class AgreementMachine(AgreementState):
         ref = view.ref
         said = {p for p in self._pending if p.view_epoch == ref.view_epoch and p.peers == ref.peers}
         self._pending = (self._pending - said) | {ref}  # by now all incarnations are known
+        former = [old for old in self._given_up if old.history == view.history]
+        self._pending |= {p for old in former for p in old.pending}
+        self._given_up = tuple(old for old in self._given_up if old not in former)
         self.history, self._courted, self._persist = view.history, b"", True
         self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
         self._word = replace(attempt.words[self.me.peer_id], installed=True)
@@ -380,9 +390,13 @@ class AgreementMachine(AgreementState):
         self._open(word.n, word.candidates, self._admissible(word), voters, why).hear(word)
 
     def _may_vote(self, word: Propose) -> bool:
-        """A newcomer among those who found, or somebody who is not behind whoever proposes: nobody waits for it."""
+        """A newcomer among those who found, or somebody who is not behind whoever proposes: nobody waits for it.
+
+        One that was asked to join a history votes in no founding beside it: it is let in there, or by another one that
+        lives (`court_another`), and neither has to wait for a set that it promised with others who knew nothing of it.
+        """
         if not self.history:
-            return not word.history
+            return not (word.history or self._courted)
         return self.completed.lineage >= word.completed.lineage
 
     def _court(self, word: Propose) -> None:

@@ -119,6 +119,18 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A history that this peer gave up for another one. What it promised there it still says there."""
+
+    history: bytes
+    pending: tuple[ViewRef, ...]
+
+    def __post_init__(self) -> None:
+        _require_history(self.history)
+        _require(len(self.pending) <= PENDING_MAX, f"{len(self.pending)} pending views are too many")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
     """What must be on disk before it is said; what a restarted agent begins with."""
 
@@ -135,9 +147,12 @@ class Promises:
     """The history this newcomer was asked to join, before it has been in a view of it: it founds no other."""
     replaced: tuple[Replaced, ...] = ()
     """Those that `history` took the place of, newest first: the newest few."""
+    given_up: tuple[GivenUp, ...] = ()
+    """Newest first: the newest few."""
 
     def __post_init__(self) -> None:
         _require_number(self.n, "n")
+        _require(len(self.given_up) <= REPLACED_MAX, f"{len(self.given_up)} given-up histories are too many")
         _require(len(self.replaced) <= REPLACED_MAX, f"{len(self.replaced)} replaced histories are too many")
         _require_history(self.history)
         _require_history(self.courted)

@@ -17,6 +17,7 @@ from p2p_dmc.core.agreement_messages import (
     StateRef,
     Stopped,
     View,
+    ViewRef,
 )
 from p2p_dmc.core.quorum import Decision, Quorum
 
@@ -50,6 +51,7 @@ class AgreementState:
         """Of the views this peer has been in; empty for a newcomer."""
         self._courted = promises.courted
         self._replaced = promises.replaced
+        self._given_up = promises.given_up
         self._evicted: set[str] = set()
         """Said by an operator, here or elsewhere, to be gone for good; forgotten with the next view."""
         self.promise_version = 0
@@ -65,7 +67,7 @@ class AgreementState:
         self.behind = False
         """The view's start state is not adopted yet: no round can be completed here. A learner begins so."""
         self._late: StateRef | None = None
-        """Adopted while frozen: said in the next attempt."""
+        """Adopted while frozen: said in the next attempt. Invariant: newer than `completed`."""
         self._withdrawn = False
         self._book = PeerBook()
         self._attempt: Attempt | None = None
@@ -124,7 +126,13 @@ class AgreementState:
             pending=tuple(sorted(self._pending)),
             courted=self._courted,
             replaced=self._replaced,
+            given_up=self._given_up,
         )
+
+    def _promised_in(self, history: bytes) -> tuple[ViewRef, ...]:
+        """What whoever decides about a view of this history has to know; b"" for the founding of one: all of it."""
+        former = {view for old in self._given_up if history in (b"", old.history) for view in old.pending}
+        return tuple(sorted(self._pending | former))
 
     # -- a standing view: is there cause to leave it? --------------------------------------------
 
@@ -239,9 +247,8 @@ class AgreementState:
         return self._last is not None and self._book.member(peer_id) in self._last.voters
 
     def _farewell(self) -> Stopped:
-        return Stopped(
-            member=self.me, n=self._n, base=self._base, pending=tuple(sorted(self._pending)), withdrawn=True
-        )
+        pending = self._promised_in(self.history or self._courted)
+        return Stopped(member=self.me, n=self._n, base=self._base, pending=pending, withdrawn=True)
 
     def _promise_to(self, peers: Iterable[str]) -> None:
         self.promise_version += 1

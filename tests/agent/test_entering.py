@@ -33,10 +33,15 @@ class Door:
         self.entrance = Entrance(min_peers, 700, 500, self.clock)
 
     def after(
-        self, seconds: float, *peers: OtherPeer, mine: RunMeta | None = None, seed_known: bool = True
+        self,
+        seconds: float,
+        *peers: OtherPeer,
+        mine: RunMeta | None = None,
+        seed_known: bool = True,
+        courted: bytes = b"",
     ) -> Step:
         self.clock.now_s += seconds
-        return self.entrance.step(mine or run_meta(), ME, peers, seed_known)
+        return self.entrance.step(mine or run_meta(), ME, peers, seed_known, courted)
 
 
 def other(i: int, **facts: object) -> OtherPeer:
@@ -109,6 +114,47 @@ def test_where_a_view_stands_it_asks_now_and_then() -> None:
     assert door.after(9, standing, seed_known=False) == Step(ask=(peer(2),))  # no founding, so no seed needed
     many = [other(i, view_epoch=1, history=H1) for i in range(20)]
     assert len(door.after(9, *many).ask) == 8
+
+
+def test_of_several_histories_a_newcomer_asks_the_one_that_is_the_furthest() -> None:
+    """Whoever asks and then does not answer, for it answered another one, costs them a view."""
+    few = other(1, view_epoch=9, history=H2, samples=5)
+    many = [other(i, view_epoch=2, history=H1, samples=i) for i in (2, 7)]
+    assert Door().after(0, few, *many) == Step(ask=(peer(2), peer(7)))
+    evicted = replace(few.meta, samples=900)
+    took = [OtherPeer(peer_id=o.peer_id, meta=replace(o.meta, replaced=(H2,))) for o in many]
+    assert Door().after(0, OtherPeer(peer_id=peer(1), meta=evicted), *took) == Step(ask=(peer(2), peer(7)))
+
+
+# -- a newcomer that was asked to join a history ----------------------------------------------------------------------
+
+
+def test_it_asks_those_that_continue_that_history_and_no_others() -> None:
+    mine = other(3, view_epoch=2, history=H1)
+    rival = other(1, view_epoch=9, history=H2, samples=900)
+    assert Door().after(0, rival, mine, courted=H1) == Step(ask=(peer(3),))
+
+
+def test_it_founds_nothing_and_says_why() -> None:
+    door = Door()
+    door.after(0, other(7), courted=H1)
+    step = door.after(99, other(7), courted=H1)
+    assert step == Step(waiting=f"nobody is here of those that have begun it (history {H1.hex()[:8]})")
+
+
+def test_it_waits_for_one_of_that_history_that_pauses_whoever_else_goes_on() -> None:
+    pauses = other(3, history=H1)
+    goes_on = other(1, view_epoch=9, history=H2, samples=900)
+    step = Door().after(99, pauses, goes_on, courted=H1)
+    assert step == Step(waiting=f"peer {peer(3)} has begun it and pauses")
+
+
+def test_once_nobody_is_heard_of_that_history_it_joins_one_that_goes_on() -> None:
+    few = other(1, view_epoch=9, history=H2, samples=5)
+    many = other(2, view_epoch=2, history=b"3" * 16, samples=6)
+    paused = other(3, history=b"4" * 16, samples=7)
+    assert Door().after(0, few, many, paused, courted=H1) == Step(court=b"3" * 16)
+    assert Door().after(0, few, paused, other(4), courted=H1) == Step(court=H2)
 
 
 # -- two histories ----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from p2p_dmc.agent.run_files import (
 )
 from p2p_dmc.agent.state import SlotPool
 from p2p_dmc.core.adacomm import TauPolicy
-from p2p_dmc.core.agreement_messages import MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.core.agreement_messages import GivenUp, MemberId, Promises, Replaced, ViewRef
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
@@ -45,6 +45,7 @@ PROMISES = Promises(
     courted=b"c" * 16,
     replaced=(Replaced(history=b"o" * 16, lineage=(2, 5), evicted=True),),
     pending=(VIEW, replace(VIEW, view_epoch=4)),
+    given_up=(GivenUp(history=b"g" * 16, pending=(VIEW,)),),
 )
 RECORD = RunRecord(promises=PROMISES, closed=True, boot=5)
 

@@ -16,6 +16,62 @@ from p2p_dmc.core.quorum import Quorum
 from tests.core.agreement_cluster import REACHABLE, UNREACHABLE, Cluster, state
 
 
+class TestGivenUp:
+    """A history that is given up is not forgotten: what was promised there is said there, should it come to that."""
+
+    def given_up(self) -> Cluster:
+        """b and c go on without a, b completes a round with c that fails there, and c gives all of it up."""
+        cluster = Cluster("abc").run("abc")
+        cluster.cut = {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
+        cluster.verdict("a", UNREACHABLE, "bc")
+        cluster.deliver()
+        cluster.standing("bc")
+        cluster.round("b")
+        cluster.do("c", cluster["c"].yield_history(state(0, 0, "c"), cluster.now))
+        return cluster
+
+    @pytest.mark.parametrize("boot", [1, 2])
+    def test_it_helps_nobody_to_go_on_beside_the_others(self, boot: int) -> None:
+        cluster = self.given_up()
+        cluster.cut = {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}
+        if boot == 2:
+            cluster.start("c", boot=2)
+        cluster.verdict("a", REACHABLE, "c")
+        cluster.verdict("b", UNREACHABLE, "ac")
+        cluster.do("a", cluster["a"].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster["a"].frozen and cluster["c"].frozen
+        assert "nobody here remembers view 2" in (cluster["a"].waiting_for() or "")
+
+    def test_nor_in_a_founding_of_its_own(self) -> None:
+        cluster = self.given_up()
+        cluster.do("c", cluster["c"].found(("c",), cluster.now))
+        assert "nobody here remembers view 2" in (cluster["c"].waiting_for() or "")
+
+    def test_another_history_is_not_told(self) -> None:
+        cluster = self.given_up()
+        other = Cluster("x").run("x")
+        other.cores["c"] = cluster["c"]
+        other.views["c"] = []
+        other.do("x", other["x"].join_requested("c", other.now))
+        for _ in range(3):
+            other.do("x", other["x"].at_barrier(other.now))
+            other.deliver()
+            other.wait(2_000)
+        assert other["c"].history == other["x"].history
+        assert [old.history for old in other.disk["c"].given_up] == [cluster["a"].history]
+
+    def test_let_in_again_it_keeps_its_promises_there(self) -> None:
+        cluster = self.given_up()
+        promised = cluster.disk["c"].given_up[0].pending
+        assert {view.view_epoch for view in promised} == {1, 2}
+        cluster.do("b", cluster["b"].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.wait(2_000)
+        assert cluster["c"].history == cluster["b"].history
+        assert cluster.disk["c"].given_up == () and set(promised) <= set(cluster.disk["c"].pending)
+
+
 class TestJoining:
     def test_a_request_waits_for_the_barrier(self) -> None:
         cluster = Cluster("ab").run("ab")

@@ -362,6 +362,59 @@ class TestCourting:
         again = cluster["b"].receive(replace(word, asks=True), cluster.now)
         assert told(again) == [("a", "Propose")] and again.persist is None
 
+    def courted(self) -> Cluster:
+        """n was asked to join the history of a and b, whom nobody hears any more; o is a newcomer."""
+        cluster = Cluster("ab").run("ab")
+        cluster.start("n")
+        cluster.start("o")
+        cluster.do("a", cluster["a"].join_requested("n", cluster.now))
+        cluster.do("n", cluster["n"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now))
+        cluster.down = set("ab")
+        cluster.verdict("a", UNREACHABLE, "n")
+        cluster.verdict("b", UNREACHABLE, "n")
+        assert cluster["n"].promises.courted == cluster["a"].history
+        return cluster
+
+    def test_a_courted_newcomer_founds_nothing(self) -> None:
+        cluster = self.courted()
+        n = cluster["n"].promises.n
+        assert not cluster["n"].found(("n", "o"), cluster.now).accepted and cluster["n"].promises.n == n
+
+    def test_it_votes_in_no_founding_beside_its_history_either(self) -> None:
+        cluster = self.courted()
+        word = replace(last_word(cluster["o"].found(("n", "o"), cluster.now)), n=9)
+        said = last_word(cluster["n"].receive(word, cluster.now))
+        assert said.n == 9 and said.voters == ("o",) and said.history == cluster["a"].history
+
+    def test_it_is_let_in_by_another_history_that_lives(self) -> None:
+        cluster = self.courted()
+        before = cluster["n"].promises
+        assert before.pending and all("n" not in view.peers for view in before.pending), "it voted nowhere"
+        cluster.do("n", cluster["n"].court_another(OTHER, cluster.now))
+        after = cluster.disk["n"]
+        assert (after.courted, after.pending, after.n) == (OTHER, (), before.n)
+        word = last_word(cluster["o"].found(("n", "o"), cluster.now))
+        said = last_word(cluster["n"].receive(replace(word, history=OTHER, n=9), cluster.now))
+        assert said.history == OTHER and said.voters == ("o",)
+
+    def test_a_set_in_which_it_votes_stays_promised(self) -> None:
+        cluster = Cluster("no")
+        cluster.do("n", cluster["n"].found(("n", "o"), cluster.now))
+        cluster.do("o", cluster["o"].found(("n", "o"), cluster.now))
+        founding = cluster.disk["n"].pending
+        (word,) = [m for to, _, m in cluster.mail if to == "o" and isinstance(m, Propose)]
+        word = replace(word, history=b"z" * 16, n=9, sender=member("z"), candidates=("n", "z"), voters=("z",))
+        cluster.do("n", cluster["n"].receive(word, cluster.now))
+        cluster.do("n", cluster["n"].court_another(OTHER, cluster.now))
+        assert cluster.disk["n"].pending == founding != ()
+
+    def test_another_one_is_for_newcomers_that_are_courted(self) -> None:
+        cluster = self.courted()
+        assert not cluster["o"].court_another(OTHER, cluster.now).accepted
+        assert not cluster["a"].court_another(OTHER, cluster.now).accepted
+        same = cluster["n"].court_another(cluster["a"].history, cluster.now)
+        assert not same.accepted and same.persist is None
+
     def test_one_that_has_a_history_is_courted_by_none(self) -> None:
         cluster = Cluster("ab").run("ab")
         cluster.do("b", cluster["b"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now))

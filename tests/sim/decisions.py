@@ -367,6 +367,23 @@ def yield_(world: World, name: str) -> None:
 
 
 @verb
+def court(world: World, name: str) -> None:
+    """court A: it was asked to join a history of which it hears nobody, and joins one that goes on (`entering.py`)."""
+    host = _host(world, name)
+    if host is None or host.outcome or host.core is None or host.core.history or not host.core._courted:
+        return
+    heard = [
+        h for h in world.hosts.values() if h is not host and h.up and world.network.both_ways(name, h.peer_id)
+    ]
+    if any(h.core is not None and h.core.history == host.core._courted for h in heard):
+        return
+    replaced = {old.history for h in heard if h.core is not None for old in h.core._replaced if old.evicted}
+    standing = {h.core.history for h in heard if h.core is not None and h.core.view is not None}
+    if found := standing - replaced or standing:
+        world.act(host, lambda core, now: core.court_another(max(found), now))
+
+
+@verb
 def want(world: World, name: str, at_once: str = "") -> None:
     """want A [at-once]: it wants another view, at the next barrier or at once."""
     if (host := _host(world, name)) is not None and not host.outcome:

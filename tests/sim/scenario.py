@@ -1,7 +1,8 @@
 """Scenarios: text files of decisions with the trace that they leave, reviewed as diffs.
 
     # What it shows.
-    peers a b c               (settings: peers, quorum, epochs, skip-lost; `catches` names mutants it must notice)
+    peers a b c               (settings: peers, quorum, epochs, skip-lost; `catches` names mutants it must notice;
+                              with two-histories a second founding is no violation)
     > found a b c             (a decision, see decisions.py, or one of the commands below)
           0 a.1 proposes ...  (what follows from it)
 
@@ -71,13 +72,16 @@ class Scenario:
     def world(self, trace: Callable[[str], None]) -> World:
         quorum = self.setting("quorum") or ["majority"]
         epochs = self.setting("epochs") or ["1000"]
-        return World(
+        lines = [line.strip() for line in self.head]
+        world = World(
             self.setting("peers"),
             Quorum[quorum[0].upper()],
             epochs=int(epochs[0]),
-            skip_lost="skip-lost" in [line.strip() for line in self.head],
+            skip_lost="skip-lost" in lines,
             trace=trace,
         )
+        world.checker.one_history &= "two-histories" not in lines
+        return world
 
     def played(self) -> Scenario:
         """The same scenario with the trace that it leaves now. Comments and blank lines stay where they are."""
