@@ -61,9 +61,10 @@ class World(Stage):
         elif ledger.done:
             header = host.header(samples=0, final=ledger is host.held.ledger)
         else:
+            view = host.view
             self.look_at_data(host)
-            if host.work is None:  # that was cause enough to leave the view
-                return
+            if not host.training or host.work is None or host.view is not view:
+                return  # that was cause enough to leave the view
             host.step(samples, prefetch)
             header = host.header(samples=host.trainer.consumed, finite=finite)
             host.in_flight = (host.view.view_epoch, host.round) if finite else None
