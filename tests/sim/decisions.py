@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Ready, Stopped
+from p2p_dmc.core.agreement_messages import Ready, Stopped, Verdict
 from tests.sim import calm
 from tests.sim.host import Host
 from tests.sim.network import Farewell
@@ -82,7 +82,11 @@ def calm_(world: World, ms: int) -> None:
 
 @verb
 def settle(world: World) -> None:
-    """settle: everything is mended, and all must soon train together."""
+    """settle: everything is mended, and all must soon train together. Rival histories are for people to choose from."""
+    if world.checker.one_founding and not world.checker.one_history:
+        calm.mend(world)
+        calm.calm(world, 10_000)
+        choose(world)
     calm.settle(world)
 
 
@@ -324,25 +328,29 @@ def speed(world: World, name: str, samples: int) -> None:
 @verb
 def probe(world: World, name: str, other: str) -> None:
     """probe A B: A acknowledges a probe of B."""
-    world.detector.probe(world.hosts[name], world.hosts[other])
+    if name in world.hosts and other in world.hosts:
+        world.detector.probe(world.hosts[name], world.hosts[other])
 
 
 @verb
 def suspect(world: World, name: str, other: str) -> None:
     """suspect A B: A's suspicion of B runs out."""
-    world.detector.suspect(world.hosts[name], world.hosts[other])
+    if name in world.hosts and other in world.hosts:
+        world.detector.suspect(world.hosts[name], world.hosts[other])
 
 
 @verb
 def refused(world: World, name: str, other: str) -> None:
     """refused A B: B's machine refuses A, for B is dead."""
-    world.detector.see_crash(world.hosts[name], world.hosts[other])
+    if name in world.hosts and other in world.hosts:
+        world.detector.see_crash(world.hosts[name], world.hosts[other])
 
 
 @verb
 def truth(world: World, name: str) -> None:
     """truth A: its detector has caught up."""
-    world.detector.truth(world.hosts[name], world.hosts)
+    if name in world.hosts:
+        world.detector.truth(world.hosts[name], world.hosts)
 
 
 # -- the shell's requests --------------------------------------------------------------------------
@@ -392,10 +400,35 @@ def want(world: World, name: str, at_once: str = "") -> None:
 
 @verb
 def evict(world: World, name: str, other: str) -> None:
-    """evict A B: at A an operator says that B is gone for good."""
-    if (host := _host(world, name)) is not None and not host.outcome:
+    """evict A B: at A an operator says that B is gone for good. Refused for one that A hears (`agent/evicting.py`)."""
+    host = _host(world, name)
+    if host is None or host.outcome or host.trainer is None:
+        return
+    _, verdict = host.verdicts.get(other, (0, Verdict.UNREACHABLE))
+    if (
+        verdict is not Verdict.REACHABLE
+        and world.act(host, lambda core, now: core.evict(other, now)).accepted
+    ):
         world.checker.one_history = False
-        world.act(host, lambda core, now: core.evict(other, now))
+
+
+@verb
+def choose(world: World) -> None:
+    """choose: of histories of which none took another's place, people stop all but the one with most samples."""
+    living = [h for h in world.hosts.values() if h.core is not None and h.core.history and not h.outcome]
+    taken = {old.history for h in living for old in h.core._replaced if old.evicted}  # type: ignore[union-attr]
+    left = [h for h in living if h.core is not None and h.core.history not in taken]
+    if not left:
+        return
+
+    def most(host: Host) -> tuple[int, bytes]:
+        assert host.core is not None
+        return host.held.ledger.samples_total, host.core.history
+
+    chosen = most(max(left, key=most))[1]
+    for host in left:
+        if host.core is not None and host.core.history != chosen:
+            calm.give_up(world, host)
 
 
 @verb

@@ -45,8 +45,10 @@ class Checker:
     """What has been agreed, completed and committed anywhere so far."""
 
     def __init__(self, *, one_history: bool) -> None:
-        self.one_history = one_history
-        """Whether every founding but the first is a violation."""
+        self.one_founding = self.one_history = one_history
+        """Whether a second founding is a violation; whether there is only one history: no operator evicted anybody."""
+        self.began: dict[bytes, View] = {}
+        """The first view of each history."""
         self.views: dict[tuple[bytes, int, bytes], View] = {}
         self.names: dict[tuple[bytes, tuple[int, int]], Model] = {}
         """What each lineage of each history names."""
@@ -68,8 +70,13 @@ class Checker:
         last = self.epochs.get(host.member, 0)
         require(7, view.view_epoch > last, "{} goes from view {} to {}", host.peer_id, last, view.view_epoch)
         self.epochs[host.member] = view.view_epoch
-        if self.one_history:
-            require(2, len({history for history, _, _ in self.views}) == 1, "two histories were founded")
+        first = self.began.setdefault(view.history, view)
+        if self.one_founding:
+            roots = [root for root in self.began.values() if not root.parent]
+            require(2, len(roots) == 1, "two histories were founded: {}", roots)
+            require(2, not first.parent or bool(first.evicted), "view {} has no quorum", first)
+        if view.parent and view.evicted:
+            self._nothing_known_is_lost(view, hosts)
         start = self.names.get((view.history, view.start.lineage))
         if start is not None:
             require(
@@ -77,6 +84,14 @@ class Checker:
             )
             what = f"view {view.view_epoch} of {view.peers}"
             self._no_commit_lost(view.history, start, hosts, what, before=view.view_epoch)
+
+    def _nothing_known_is_lost(self, view: View, hosts: Mapping[str, Host]) -> None:
+        """What the evicted alone had is lost. What was committed and anybody who goes on remembers is not."""
+        start = self.names.get((view.parent, view.start.lineage))
+        if start is not None:
+            here = {peer: hosts[peer] for peer in view.peers}
+            what = f"view {view.view_epoch} of {view.peers} without the evicted {view.evicted}"
+            self._no_commit_lost(view.parent, start, here, what, before=view.view_epoch)
 
     def opened(self, host: Host, view: View) -> None:
         """Its assignment is a function of the view and its start state."""

@@ -80,7 +80,7 @@ class Scenario:
             skip_lost="skip-lost" in lines,
             trace=trace,
         )
-        world.checker.one_history &= "two-histories" not in lines
+        world.checker.one_founding &= "two-histories" not in lines
         return world
 
     def played(self) -> Scenario:

@@ -24,6 +24,7 @@ class Weather:
         """Share of messages and headers that are lost."""
         self.wipes = rng.random() < 0.15
         self.stops = rng.choice([0.0, 0.0, 1.0])
+        self.evicts = rng.random() < 0.3
         table: list[tuple[Maker, float]] = [
             (self._message, 30.0),
             (self._enter, 14.0),
@@ -58,7 +59,9 @@ class Weather:
             (self._stop, self.stops * 0.3),
             (self._wipe, 0.3 if self.wipes else 0.0),
             (lambda: ("jump", self._name(), rng.randrange(-(10**7), 10**7)), 0.1),
-            (lambda: self._one("yield"), 0.5 if world.checker.one_history is False else 0.0),
+            (self._evict, rng.choice([0.3, 3.0]) if self.evicts else 0.0),
+            (lambda: self._one("yield"), 0.5 if self.evicts or not world.checker.one_history else 0.0),
+            (lambda: self._one("court"), 0.5 if self.evicts or not world.checker.one_history else 0.0),
         ]
         self.makers = [maker for maker, weight in table if weight > 0]
         self.bounds = list(accumulate(weight for _, weight in table if weight > 0))
@@ -174,6 +177,17 @@ class Weather:
     def _wipe(self) -> Decision | None:
         dead = [h.peer_id for h in self.world.hosts.values() if h.core is None and h.boot]
         return ("wipe", self.rng.choice(dead)) if dead and len(self.world.hosts) < 10 else None
+
+    def _evict(self) -> Decision | None:
+        """At one that waits; whoever it waits for may well be alive behind a cut cable."""
+        able = [
+            h for h in self.world.hosts.values() if h.core is not None and not h.asleep and h.core.awaited
+        ]
+        if not able:
+            return None
+        host = able[int(self.rng.random() * len(able))]
+        assert host.core is not None
+        return "evict", host.peer_id, self.rng.choice(host.core.awaited)
 
     def _data(self) -> Decision:
         rng, name = self.rng, self._name()
