@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from p2p_dmc.core import quorum
 from p2p_dmc.core.quorum import Quorum
 from tests.sim import calm
 from tests.sim.decisions import apply, written
 from tests.sim.invariants import Violation
 from tests.sim.model import Model
 from tests.sim.mutants import mutant
+from tests.sim.scenario import step
 from tests.sim.schedule import Run, explore, replay, setting_of, shrink, story
 from tests.sim.world import World
 
@@ -28,10 +30,10 @@ class TestLives:
         runs = [well(explore(seed)) for seed in range(first, first + 30)]
         assert all(run.world.events >= 300 or run.world.over() for run in runs)
 
-    @pytest.mark.parametrize("quorum", [Quorum.STRICT, Quorum.ANY])
-    def test_with_other_quorums(self, quorum: Quorum) -> None:
+    @pytest.mark.parametrize("rule", [Quorum.STRICT, Quorum.ANY])
+    def test_with_other_quorums(self, rule: Quorum) -> None:
         for seed in range(200, 225):
-            well(explore(seed, quorum=quorum))
+            well(explore(seed, quorum=rule))
 
     def test_everything_happens_in_them(self) -> None:
         runs = [well(explore(seed, settle=False)) for seed in range(300, 340)]
@@ -62,6 +64,9 @@ class TestLives:
             "suspect",
             "jump",
         }
+        assert "evict" in verbs
+        evicted = [view for run in runs for view in run.world.checker.began.values() if view.evicted]
+        assert evicted and all(view.parent for view in evicted)
         hosts = [host for run in runs for host in run.world.hosts.values()]
         assert any(host.held.ledger.epoch for host in hosts) and any(
             host.outcome == "finished" for host in hosts
@@ -130,6 +135,32 @@ class TestNotices:
         monkeypatch.setattr(host, "outcome_of", lambda collective: wrong)
         with pytest.raises(Violation, match="invariant 3: one lineage names two states"):
             apply(world, ("finish", "b"))
+
+    @pytest.mark.parametrize("lineage", [(1, 1), (1, 2)])
+    def test_that_an_eviction_loses_what_the_others_know(
+        self, lineage: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """b knows that (1, 2) is committed, and goes on from an older state, or from that one."""
+        world = World(["a", "b"])
+        for command in ["founded a b", *["round a b"] * 3, "cut a", "silent a / b", "force b"]:
+            step(world, command, lambda line: None)
+        (line,) = world.checker.line.values()
+        assert line[-1].model.ref.lineage == (1, 2)
+        start = world.checker.names[world.hosts["b"].core.history, lineage].ref  # type: ignore[union-attr]
+        monkeypatch.setattr(quorum, "start_state", lambda words: start)
+        if lineage == (1, 1):
+            with pytest.raises(Violation, match=r"invariant 4: view 2 .* without the evicted .* goes on from"):
+                apply(world, ("evict", "b", "a"))
+        else:
+            apply(world, ("evict", "b", "a"))
+            assert len(world.checker.began) == 2
+
+    def test_operators_evict_nobody_that_is_heard(self) -> None:
+        world = World(["a", "b"])
+        for command in ["founded a b", "round a b", "cut a", "silent a / b", "force b", "heal", "probe a b"]:
+            step(world, command, lambda line: None)
+        apply(world, ("evict", "b", "a"))
+        assert len(world.checker.began) == 1
 
 
 def _begin(world: World) -> None:
