@@ -68,9 +68,12 @@ def write_model(
     """A safetensors file of the anchor, durable under its final name only when whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _save(anchor_tensors(slot, parameters), temporary, metadata)
-    _sync_file(temporary)
-    os.replace(temporary, path)
+    try:
+        _save(anchor_tensors(slot, parameters), temporary, metadata)
+        _sync_file(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -57,11 +57,14 @@ def sync_folder(folder: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file under a temporary name, sync it, rename it, sync its folder."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -396,7 +396,7 @@ def test_a_model_is_written_whole_or_not_at_all(
     fill(held.slot, 4.0)
     with pytest.raises(OSError, match="Input/output"):
         write_model(path, held.slot, PARAMETERS, {"format": "pt"})
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
     scalar = (ParameterSpec(name="only", shape=(7,), dtype="float32"),)
     monkeypatch.undo()
     write_model(path, held.slot, scalar, {})

@@ -13,13 +13,15 @@ import sys
 import time
 import uuid
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2p_dmc.agent import home as home_module
 from p2p_dmc.agent.home import Home, MemoryFolder, write_json
+from p2p_dmc.data.disk import write_durably
 from p2p_dmc.errors import UserError
 
 DEADLINE_S = 60.0
@@ -56,6 +58,7 @@ def end(child: subprocess.Popen[str]) -> int:
 HOLD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from p2p_dmc.agent.home import Home
 home = Home(Path(sys.argv[1]))
 home.lock()
@@ -208,6 +211,7 @@ def test_known_peers(home: Home) -> None:
 WRITE = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from p2p_dmc.agent import home
 path, point = Path(sys.argv[1]), sys.argv[2]
 def die(*args):
@@ -247,6 +251,19 @@ def test_a_file_is_whole_at_any_instant(tmp_path: Path) -> None:
         end(child)
         found = json.loads(path.read_text())
         assert found["n"] >= 1 and len(found["pad"]) == 20000
+
+
+@pytest.mark.parametrize("write", [write_json, lambda path, value: write_durably(path, bytes(value))])
+def test_a_disk_that_refuses_a_file_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Any], None]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "x", [1])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_said_to_be_written_is_on_disk_first(

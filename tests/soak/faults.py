@@ -337,7 +337,7 @@ class DiskFull(Fault):
 
     def strike(self) -> None:
         self.when, self._heard = time.time(), len(self.victim.said())
-        self.proof = self.fill()
+        self.full, self.proof = True, self.fill()
 
     def fill(self) -> str:
         """Take all that is free; what the disk says then."""
@@ -350,13 +350,16 @@ class DiskFull(Fault):
             return f"{error.strerror} after {written} bytes"
 
     def noticed(self) -> str:
-        told = [line for line in self.victim.said()[self._heard :].splitlines() if "free some" in line]
+        lines = self.victim.said()[self._heard :].splitlines()
+        told = [line for line in lines if "free some" in line or "make room" in line]
         if told:
             return f"it says: {told[0][-160:]}"
-        self.fill()  # an old checkpoint may have made room
+        if self.full:
+            self.fill()  # an old checkpoint may have made room
         return ""
 
     def heal(self) -> None:
+        self.full = False
         (self.victim.home / BALLAST).unlink(missing_ok=True)
 
 
