@@ -61,6 +61,14 @@ class Checker:
 
     # -- 1, 2, 4, 7: a view ----------------------------------------------------------------------
 
+    def agreed(self, view: View) -> None:
+        """A view stands somewhere, or did for as long as it took to write it down and die."""
+        first = self.began.setdefault(view.history, view)
+        if self.one_founding:
+            roots = [root for root in self.began.values() if not root.parent]
+            require(2, len(roots) == 1, "two histories were founded: {}", roots)
+            require(2, not first.parent or bool(first.evicted), "view {} has no quorum", first)
+
     def installed(self, host: Host, view: View, hosts: Mapping[str, Host]) -> None:
         self.installs += 1
         key = view.history, view.view_epoch, view.view_id
@@ -70,11 +78,6 @@ class Checker:
         last = self.epochs.get(host.member, 0)
         require(7, view.view_epoch > last, "{} goes from view {} to {}", host.peer_id, last, view.view_epoch)
         self.epochs[host.member] = view.view_epoch
-        first = self.began.setdefault(view.history, view)
-        if self.one_founding:
-            roots = [root for root in self.began.values() if not root.parent]
-            require(2, len(roots) == 1, "two histories were founded: {}", roots)
-            require(2, not first.parent or bool(first.evicted), "view {} has no quorum", first)
         if view.parent and view.evicted:
             self._nothing_known_is_lost(view, hosts)
         start = self.names.get((view.history, view.start.lineage))

@@ -169,6 +169,8 @@ class Stage:
             host.reducing = None
         if core.completed != host.held.ref:  # a state that was adopted too late for the last view
             self._caught_up_late(host, core)
+        if ready.installed is not None:
+            self.checker.agreed(ready.installed)
         if ready.installed is not None and not dies and not host.completing:
             self._installed(host, ready.installed)
         if core.left_out and host.view is not None and host.core is core:
