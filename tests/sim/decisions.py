@@ -415,19 +415,19 @@ def evict(world: World, name: str, other: str) -> None:
 @verb
 def choose(world: World) -> None:
     """choose: of histories of which none took another's place, people stop all but the one with most samples."""
-    living = [h for h in world.hosts.values() if h.core is not None and h.core.history and not h.outcome]
-    taken = {old.history for h in living for old in h.core._replaced if old.evicted}  # type: ignore[union-attr]
-    left = [h for h in living if h.core is not None and h.core.history not in taken]
+    living = [
+        (h, h.core) for h in world.hosts.values() if h.core is not None and h.core.history and not h.outcome
+    ]
+    taken = {old.history for _, core in living for old in core._replaced if old.evicted}
+    left = [
+        (h.held.ledger.samples_total, core.history, core) for h, core in living if core.history not in taken
+    ]
     if not left:
         return
-
-    def most(host: Host) -> tuple[int, bytes]:
-        assert host.core is not None
-        return host.held.ledger.samples_total, host.core.history
-
-    chosen = most(max(left, key=most))[1]
-    for host in left:
-        if host.core is not None and host.core.history != chosen:
+    _, chosen, core = max(left, key=lambda facts: facts[:2])
+    yields = {chosen, *(old.history for old in core._replaced if old.evicted)}
+    for host, other in living:
+        if other.history not in yields:
             calm.give_up(world, host)
 
 
