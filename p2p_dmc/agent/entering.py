@@ -168,7 +168,7 @@ class Entrance:
 
         Different histories never merge by lineage: one whose place another took by eviction yields, one that has
         committed nothing, and with quorum "any" the one with fewer samples committed. Otherwise both name each other,
-        and the user chooses.
+        and the user chooses. A learner has not got what its history has committed: what others say of it counts.
         """
         strangers = [p for p in peers if mine.history and p.meta.history not in (b"", mine.history)]
         successors = [p for p in strangers if mine.history in p.meta.replaced]
@@ -179,13 +179,14 @@ class Entrance:
         if not strangers:
             return None
         best = max(strangers, key=lambda p: (p.meta.samples, p.meta.history))
-        ahead = (best.meta.samples, best.meta.history) > (mine.samples, mine.history)
-        if ahead and (mine.samples == 0 or mine.quorum == "any"):
+        samples = max([mine.samples, *(p.meta.samples for p in peers if p.meta.history == mine.history)])
+        ahead = (best.meta.samples, best.meta.history) > (samples, mine.history)
+        if ahead and (samples == 0 or mine.quorum == "any"):
             return Step(yield_to=best.meta.history)
         if best.meta.samples == 0 or mine.quorum == "any":
             return Step()  # the other one yields
         return Step(
             waiting=f"peer {best.peer_id[:8]} continues another history of this run ({best.meta.history.hex()[:8]}, "
-            f"{best.meta.samples} samples; here {mine.history.hex()[:8]}, {mine.samples}): "
+            f"{best.meta.samples} samples; here {mine.history.hex()[:8]}, {samples}): "
             "stop one of the two, or give one another --run name"
         )

@@ -388,6 +388,7 @@ class Run:
             self.rivals.look()
         elif learning is not None and not learning.frozen:
             learning.repeat()
+            self.rivals.look()
         elif self.desk.up:
             self._enter()
 

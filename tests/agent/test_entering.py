@@ -200,6 +200,17 @@ def test_with_quorum_any_exactly_one_of_two_yields(a: int, b: int) -> None:
     assert seen_by_one.yield_to == (H2 if (b, H2) > (a, H1) else b"")
 
 
+@pytest.mark.parametrize("quorum", ["majority", "any"])
+def test_a_learner_yields_when_its_history_does(quorum: str) -> None:
+    """What it has got of it by now is less. Once its voters are in the other one, its own count is all there is."""
+    learner = run_meta(history=H1, samples=0, quorum=quorum, view_epoch=3)
+    voter = other(1, history=H1, samples=9, quorum=quorum, view_epoch=3)
+    rival = other(2, history=H2, samples=5, quorum=quorum, view_epoch=2)
+    door = Door().entrance
+    assert door.rivals(learner, [voter, rival]) == door.rivals(voter.meta, [rival])
+    assert door.rivals(learner, [rival]) == Step(yield_to=H2)
+
+
 def test_peers_of_one_history_are_no_rivals() -> None:
     assert Door().entrance.rivals(run_meta(history=H1), [other(1, history=H1), other(2)]) is None
 

@@ -278,6 +278,22 @@ def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: py
     assert run.training is None and calls == ["serve_lease", "repeat"]
 
 
+@pytest.mark.parametrize("mode", ["training", "learning"])
+def test_whoever_is_in_a_view_looks_for_rivals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A learner, too: its voters may have given their history up, and say nothing in the old view any more."""
+    monkeypatch.setattr("p2p_dmc.agent.run.out_of_date", lambda training, data: "")
+    run = in_a_view_of_two(surroundings(tmp_path))
+    nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
+    run.agreement = cast(Agreement, SimpleNamespace(left_out=False, tick=lambda now: nothing))
+    looked: list[bool] = []
+    setattr(run, mode, SimpleNamespace(frozen=False, serve_lease=lambda: None, repeat=lambda: None))
+    run.rivals.look = lambda: looked.append(True)  # type: ignore[method-assign]
+    run.tick()
+    assert looked
+
+
 def test_a_failed_group_is_told_again_to_whoever_stands_at_its_barrier(tmp_path: Path) -> None:
     """The first word may be lost, and the others would wait there for this peer's next header."""
     around = surroundings(tmp_path)
