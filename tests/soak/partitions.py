@@ -392,7 +392,7 @@ def status(peer: Peer) -> dict[str, Any]:
 def check_waiting(hosts: Network, peer: Peer, missing: Sequence[Peer], what: str, tally: Tally) -> None:
     """It names somebody who is missing, and serves shards to who can reach it."""
     said = reason(peer)
-    if not any(f"{p.name} ({p.peer_id[:8]})" in said for p in missing):
+    if not any(f"({p.peer_id[:8]})" in said for p in missing):
         tally.silent += 1
         tally.problems.append(f"{what}: {peer.name} waits, and says {said!r}")
     bulk = next(m["bulk_address"] for m in status(peer)["members"] if m["peer_id"] == peer.peer_id)
