@@ -281,9 +281,8 @@ class Agreement(AgreementMachine):
         view = self.view
         if view is None:
             self._accepted = False
-            origins = [view for view in (self._known, self._last) if view is not None]
-            newest = self._late or self.completed
-            if state.lineage > newest.lineage and any(state.lineage[0] <= v.view_epoch for v in origins):
+            newest, last = self._late or self.completed, self._last
+            if last is not None and last.view_epoch >= state.lineage[0] and state.lineage > newest.lineage:
                 self._late = state
                 self._hasten()
         elif self.behind and (state == view.start or state.lineage[0] == view.view_epoch):
@@ -320,10 +319,9 @@ class Agreement(AgreementMachine):
         """
         self._begin(now_ms)
         self._freeze()
-        if known := self.history or self._courted:
-            promised = {*self._pending, *([self._base] if self._base is not None else [])}
-            former = GivenUp(history=known, pending=tuple(sorted(promised)))
-            self._given_up = (former, *self._given_up)[:REPLACED_MAX]
+        promised = {*self._pending, *([self._base] if self._base is not None else [])}
+        former = GivenUp(history=self._bound_to, pending=tuple(sorted(promised)))
+        self._given_up = (former, *self._given_up)[:REPLACED_MAX]
         self._vote_floor = self._n
         self._attempt, self._last, self._late = None, None, None
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
@@ -345,7 +343,7 @@ class Agreement(AgreementMachine):
         in whatever history: whoever lets this peer in counts it.
         """
         self._begin(now_ms)
-        if self.history or not self._courted or self._courted == history:
+        if self._courted in (b"", history):
             self._accepted = False
         else:
             self._note(
@@ -360,8 +358,8 @@ class Agreement(AgreementMachine):
         view = self.view
         assert self._n >= self._floor, f"said {self._n} after {self._floor} was on disk"
         assert (view is None) == (self._word is None), f"of view {view} this was said: {self._word}"
-        if self._withdrawn:
-            assert view is None and self._attempt is None, f"withdrawn, in {view or self._attempt}"
+        assert not (self.history and self._courted), f"in {self.history!r}, and courted by {self._courted!r}"
+        assert not self._withdrawn or (view is None and self._attempt is None), "withdrawn, and takes part"
         if view is not None:
             assert view.view_epoch == self._n, f"view {view.view_epoch} stands, but {self._n} was said"
             assert self.me in view.members, f"{self.me} is not in its own view {view.members}"
@@ -371,8 +369,7 @@ class Agreement(AgreementMachine):
             assert self._attempt is None, "an attempt under way beside a standing view"
         for pending in self._pending:
             assert pending.view_epoch <= self._n, f"pending view {pending.view_epoch} above n {self._n}"
-        if self._late is not None:
-            assert self._late.lineage > self.completed.lineage, f"late {self._late}, but {self.completed}"
+        assert self._late is None or self._late.lineage > self.completed.lineage, "late, and not newer"
         if self._base is not None:
             assert self.completed.lineage[0] >= self._base.view_epoch, "completed is older than the base"
         if self._attempt is not None:

@@ -91,7 +91,7 @@ class AgreementMachine(AgreementState):
         self._wanted = self._wanted_at_once = None
         self._n = n
         content = Propose(
-            history=self.history or self._courted,
+            history=self._bound_to,
             n=n,
             sender=self.me,
             candidates=(self.me.peer_id,),
@@ -122,10 +122,8 @@ class AgreementMachine(AgreementState):
 
     def _say_late(self) -> None:
         """From here on it says what it has adopted since its last word; of the view that it was learning in, too."""
-        if self._late is not None:
-            self.completed = self._late
-            if self._last is not None and self._late.lineage[0] == self._last.view_epoch:
-                self._known = self._last.ref
+        if self._late is not None and self._last is not None:
+            self._adopt(self._late, self._last)
         self._late = None
 
     def _say(self, attempt: Attempt, why: str) -> None:
@@ -321,7 +319,7 @@ class AgreementMachine(AgreementState):
         """Worth listening to: another peer, its newest incarnation, not of another history."""
         if sender.peer_id == self.me.peer_id or not self._book.note(sender):
             return False
-        mine = self.history or self._courted
+        mine = self._bound_to
         if history and mine and history != mine:
             self._note(f"ignores {sender.peer_id}, which is of history {history.hex()}")
             return False
@@ -396,7 +394,7 @@ class AgreementMachine(AgreementState):
         lives (`court_another`), and neither has to wait for a set that it promised with others who knew nothing of it.
         """
         if not self.history:
-            return not (word.history or self._courted)
+            return not self._courted
         return self.completed.lineage >= word.completed.lineage
 
     def _court(self, word: Propose) -> None:

@@ -129,6 +129,11 @@ class AgreementState:
             given_up=self._given_up,
         )
 
+    @property
+    def _bound_to(self) -> bytes:
+        """The history that this peer has been in, or was asked to join."""
+        return self.history or self._courted
+
     def _promised_in(self, history: bytes) -> tuple[ViewRef, ...]:
         """What whoever decides about a view of this history has to know; b"" for the founding of one: all of it."""
         former = {view for old in self._given_up if history in (b"", old.history) for view in old.pending}
@@ -247,7 +252,7 @@ class AgreementState:
         return self._last is not None and self._book.member(peer_id) in self._last.voters
 
     def _farewell(self) -> Stopped:
-        pending = self._promised_in(self.history or self._courted)
+        pending = self._promised_in(self._bound_to)
         return Stopped(member=self.me, n=self._n, base=self._base, pending=pending, withdrawn=True)
 
     def _promise_to(self, peers: Iterable[str]) -> None:

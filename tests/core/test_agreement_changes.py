@@ -22,6 +22,8 @@ class TestGivenUp:
     def given_up(self) -> Cluster:
         """b and c go on without a, b completes a round with c that fails there, and c gives all of it up."""
         cluster = Cluster("abc").run("abc")
+        cluster.do("c", cluster["c"].checkpointed((1, 1), cluster.now))
+        assert cluster.disk["c"].pending == ()
         cluster.cut = {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
         cluster.verdict("a", UNREACHABLE, "bc")
         cluster.deliver()

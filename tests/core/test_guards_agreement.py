@@ -16,6 +16,7 @@ from p2p_dmc.core.agreement_messages import (
     REPLACED_MAX,
     UNKNOWN_BOOT,
     AgreementSettings,
+    GivenUp,
     MemberId,
     Promised,
     Promises,
@@ -298,6 +299,15 @@ class TestMessages:
             with pytest.raises(ValueError, match="1 to 4096 members"):
                 ViewRef(view_epoch=1, members=members)
 
+    def test_views_are_counted_from_one(self) -> None:
+        for epoch in (0, NUMBER_MAX + 1):
+            with pytest.raises(ValueError, match=r"outside 1\.\.2"):
+                ViewRef(view_epoch=epoch, members=(member("a"),))
+        assert [ViewRef(view_epoch=n, members=(member("a"),)).view_epoch for n in (1, NUMBER_MAX)] == [
+            1,
+            NUMBER_MAX,
+        ]
+
     def test_lineages_and_digests(self) -> None:
         for lineage in ((1,), (1, 2, 3)):
             with pytest.raises(ValueError, match="a lineage is"):
@@ -318,6 +328,7 @@ class TestMessages:
         told = promised("a", version=1)
         for build in (
             lambda pending: Promises(pending=pending),
+            lambda pending: GivenUp(history=b"h" * 16, pending=pending),
             lambda pending: Stopped(member=member("a"), pending=pending),
             lambda pending: word("a", pending=pending),
             lambda pending: replace(told, pending=pending),
@@ -338,6 +349,10 @@ class TestMessages:
                 word("a", **{field: most + more})  # type: ignore[operator]
         with pytest.raises(ValueError, match="too many"):
             Promises(replaced=(gone,) * (REPLACED_MAX + 1))
+        given_up = (GivenUp(history=b"h" * 16, pending=()),) * (REPLACED_MAX + 1)
+        assert len(Promises(given_up=given_up[1:]).given_up) == REPLACED_MAX
+        with pytest.raises(ValueError, match="given-up histories are too many"):
+            Promises(given_up=given_up)
 
     def test_a_word_fits_itself(self) -> None:
         for fields, what in (

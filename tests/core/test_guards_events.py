@@ -9,8 +9,10 @@ import pytest
 from p2p_dmc.core.agreement import IDLE_MS
 from p2p_dmc.core.agreement_messages import (
     Cause,
+    GivenUp,
     MemberId,
     Promised,
+    Promises,
     Propose,
     Ready,
     Stopped,
@@ -408,6 +410,31 @@ class TestCourting:
         cluster.do("n", cluster["n"].court_another(OTHER, cluster.now))
         assert cluster.disk["n"].pending == founding != ()
 
+    def test_one_that_gives_way_before_it_was_let_in_says_there_what_it_promised(self) -> None:
+        cluster = self.courted()
+        history, promised = cluster["n"].promises.courted, cluster["n"].promises.pending
+        cluster.do("n", cluster["n"].yield_history(state(0, 0, "n"), cluster.now))
+        assert cluster.disk["n"].pending == () and cluster.disk["n"].given_up[0].history == history
+        for other, told in ((history, promised), (OTHER, ())):
+            core = cluster.start("n", boot=2)
+            word = replace(last_word(cluster["o"].found(("n", "o"), cluster.now)), history=other, n=9)
+            said = last_word(core.receive(word, cluster.now))
+            assert set(promised) & set(said.pending) == set(told)
+            cluster.start("o")
+
+    def test_who_takes_no_part_says_what_it_promised_in_this_history(self) -> None:
+        cluster = self.courted()
+        promised = cluster["n"].promises.pending
+        for history, told in ((cluster["a"].history, promised), (OTHER, ())):
+            core = cluster.start("n", disk=Promises(given_up=(GivenUp(history=history, pending=promised),)))
+            word = replace(
+                last_word(cluster["a"].receive(Surpassed(sender=member("b"), n=9), cluster.now)),
+                candidates=("a", "b", "n"),
+            )
+            core.receive(word, cluster.now)
+            assert set(core.withdraw().pending) & set(promised) == set(told)
+            cluster = self.courted()
+
     def test_another_one_is_for_newcomers_that_are_courted(self) -> None:
         cluster = self.courted()
         assert not cluster["o"].court_another(OTHER, cluster.now).accepted
@@ -513,6 +540,16 @@ class TestAdopting:
         cluster.do("c", cluster["c"].adopted(done, cluster.now))
         said = last_word(cluster["c"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now))
         assert said.completed == done and said.known is not None and said.known.view_epoch == 2
+
+    def test_of_two_that_come_too_late_the_newer_is_said(self) -> None:
+        cluster = with_learner()
+        one, two = cluster.round("ab"), cluster.round("ab")
+        cluster["c"].receive(last_word(cluster["a"].at_barrier(cluster.now)), cluster.now)
+        for late in (two, one):
+            assert not cluster["c"].adopted(late, cluster.now).accepted
+        word = replace(last_word(cluster["a"].tick(cluster.now + 1_000)), n=9)
+        said = last_word(cluster["c"].receive(word, cluster.now))
+        assert said.completed == two and said.known is not None and said.known.view_epoch == 2
 
     def test_of_a_state_that_no_view_here_knows_nothing_is_kept(self) -> None:
         cluster = Cluster("ab").run("ab")
