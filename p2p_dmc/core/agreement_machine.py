@@ -191,6 +191,16 @@ class AgreementMachine(AgreementState):
         }
 
     def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
+        """All members said the same sets: do they make a view?
+
+        A view founds a history when none of its members is bound to one. That a run has two, though nobody was
+        evicted, is not ruled out; that both have committed something is, where their founders have promised anything
+        to each other. For a founding is a change like any other: every set that any of its members said before has to
+        be held (`decide`). So of two foundings that share such sets one has no votes left to complete a round with,
+        commits nothing, and its members give it up when they meet the other (`rivals` in agent/entering.py). And who
+        was asked to join a history founds nothing beside it: whoever founds with such a one is bound to that history
+        from its word on (`_court`). Foundings by peers that know nothing of each other are for people to choose from.
+        """
         attempt.judged = words
         histories = {word.history for word in words} | {self._courted}
         histories.discard(b"")
