@@ -81,6 +81,7 @@ def reasons() -> Iterator[str]:
     door = Entrance(2, 700, 500)
     yield door.step(run_meta(), peer(1), (), False).waiting
     yield door.step(run_meta(), peer(1), (), True).waiting
+    yield door.step(run_meta(), peer(1), (), True, courted=bytes.fromhex("1f2e3d4c" * 4)).waiting
     mine = run_meta(history=b"1" * 16, samples=5)
     other = OtherPeer(peer_id="1f2e3d4c" * 4, meta=run_meta(history=b"2" * 16, samples=9))
     step = door.step(mine, peer(1), (other,), True)
