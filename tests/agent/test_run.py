@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,16 @@ from p2p_dmc.agent.training import Training
 from p2p_dmc.agent.view_opening import out_of_date
 from p2p_dmc.agent.work import Strike, Work, encode_strikes
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Promises, Ready, Stopped
+from p2p_dmc.core.agreement_messages import (
+    PAYLOAD_MAX_BYTES,
+    AgreementSettings,
+    Promises,
+    Ready,
+    StateRef,
+    Stopped,
+)
 from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.quorum import Quorum
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire.messages import (
     GroupFailed,
@@ -41,6 +50,7 @@ from tests.agent.helpers import (
     payload,
     peer,
     plain,
+    record,
     run_meta,
     state,
     surroundings,
@@ -276,6 +286,25 @@ def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: py
     run.rivals.look = lambda: setattr(run, "training", None)  # type: ignore[method-assign]
     run.tick()
     assert run.training is None and calls == ["serve_lease", "repeat"]
+
+
+def test_a_newcomer_whose_hosts_are_gone_joins_those_that_go_on(tmp_path: Path) -> None:
+    around = surroundings(tmp_path)
+    around.members.append(record(2, run_meta(name="r", history=b"2" * 16, view_epoch=4)))
+    run = run_of(around)
+    run.agreement = Agreement(
+        me=member(1),
+        quorum=Quorum.MAJORITY,
+        promises=Promises(n=3, courted=b"1" * 16),
+        completed=StateRef(lineage=(0, 0), digest=b"s" * 16),
+        payload=lambda: b"",
+        rng=random.Random(1),
+        settings=AgreementSettings(),
+        now_ms=0,
+    )
+    run._enter()
+    saved = load_record(run.folder)
+    assert saved is not None and (saved.promises.courted, saved.promises.n) == (b"2" * 16, 3)
 
 
 @pytest.mark.parametrize("mode", ["training", "learning"])

@@ -149,7 +149,9 @@ class TestNotices:
         start = world.checker.names[world.hosts["b"].core.history, lineage].ref  # type: ignore[union-attr]
         monkeypatch.setattr(quorum, "start_state", lambda words: start)
         if lineage == (1, 1):
-            with pytest.raises(Violation, match=r"invariant 4: view 2 .* without the evicted .* goes on from"):
+            with pytest.raises(
+                Violation, match=r"invariant 4: view 2 .* without the evicted .* goes on from"
+            ):
                 apply(world, ("evict", "b", "a"))
         else:
             apply(world, ("evict", "b", "a"))
