@@ -215,6 +215,20 @@ class AgreementMachine(AgreementState):
             self._install(attempt, words, self._decision, min(histories, default=b""))
         else:
             self._note(f"attempt {attempt.n} has no quorum: {self._decision.describe()}")
+            self._leave_newcomers_out(attempt, words)
+
+    def _leave_newcomers_out(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
+        """Newcomers whose own promises are all that is in the way are not let in for now: they would stop the others.
+
+        With whom they meant to found a history they wait for the votes of, and those may be away for long.
+        """
+        joined = tuple(word for word in words if word.joined)
+        newcomers = {word.sender.peer_id for word in words if not word.joined}
+        if self.history and newcomers and decide(joined, self._quorum).holds:
+            for peer in newcomers:
+                self._shunned_ms[peer] = self._now + self._settings.shun_ms
+            attempt.grow((), newcomers, (), (), self._now)
+            self._say(attempt, f"with what {', '.join(sorted(newcomers))} promised elsewhere nobody goes on")
 
     def _replace_if_stuck(self, attempt: Attempt) -> None:
         """An attempt's sets only grow, so what they got wrong is put right in another attempt."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from p2p_dmc.core.agreement_messages import (
@@ -87,6 +89,38 @@ class TestJoining:
         assert cluster.standing("abc").holders == cluster["a"].view.members[:2]  # type: ignore[union-attr]
         assert cluster["c"].history == cluster["a"].history
         assert not cluster["a"].change_wanted
+
+    def test_what_a_newcomer_promised_elsewhere_stops_nobody(self) -> None:
+        """n has founded with m, which is gone, and said greater numbers than a and b had."""
+        cluster = Cluster("mn")
+        for name in "nm":
+            cluster.start(name, disk=Promises(n=6))
+        cluster.found()
+        assert {view.peers for view in cluster["n"].promises.pending} >= {("m", "n")}
+        others = Cluster("ab").run("ab")
+        others.start("n", boot=2, disk=replace(cluster.disk["n"], history=b"", n=9, base=None, known=None))
+        for name in "ab":
+            others.do(name, others[name].join_requested("n", others.now))
+        for name in "ab":
+            others.do(name, others[name].at_barrier(others.now))
+        others.deliver()
+        others.wait(200)
+        assert others.standing("ab").start == state(1, 1), "without n"
+        for name in "ab":
+            others.do(name, others[name].join_requested("n", others.now))
+        others.wait(1_000)
+        assert not others["a"].change_wanted, "nor is it tried again at once"
+
+    def test_newcomers_that_promised_nothing_are_let_in(self) -> None:
+        cluster = Cluster("abc").run("abc")
+        cluster.kill("ab", UNREACHABLE)
+        cluster.start("n")
+        cluster.do("c", cluster["c"].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.do("c", cluster["c"].join_requested("n", cluster.now))
+        cluster.deliver()
+        attempt = cluster["c"]._attempt
+        assert attempt is not None and "n" in attempt.members, "it is not what c waits for"
 
     def test_a_request_that_is_not_repeated_is_forgotten(self) -> None:
         cluster = Cluster("ab").run("ab")
