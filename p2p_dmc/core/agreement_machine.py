@@ -224,7 +224,7 @@ class AgreementMachine(AgreementState):
         """
         joined = tuple(word for word in words if word.joined)
         newcomers = {word.sender.peer_id for word in words if not word.joined}
-        if self.history and newcomers and decide(joined, self._quorum).holds:
+        if self.history and decide(joined, self._quorum).holds:
             for peer in newcomers:
                 self._shunned_ms[peer] = self._now + self._settings.shun_ms
             attempt.grow((), newcomers, (), (), self._now)

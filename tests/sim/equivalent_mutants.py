@@ -10,6 +10,11 @@ _BY_MODULE: dict[str, dict[str, str]] = {
     "agreement": {
         "Agreement.complete: view is None [dropped]": "for the type checker: without a view no lineage is expected",
     },
+    "agreement_machine": {
+        "AgreementMachine._say_late: self._last is not None [dropped]": (
+            "for the type checker: what comes too late comes from a view of this life (`adopted`)"
+        ),
+    },
 }
 
 EQUIVALENT = {(module, key): why for module, book in _BY_MODULE.items() for key, why in book.items()}
