@@ -379,6 +379,7 @@ class Run:
             self.event("left_out", view_epoch=self.rounds.view.view_epoch)
             self.views.end()
             self.stood_in = 0  # whoever was left out sets local := anchor
+            self.services.meta_changed()  # nobody asks to be let into a view that stands no more
         training, learning = self.training, self.learning
         if training is not None and not training.frozen:
             if reason := out_of_date(training, self.services.data):

@@ -293,7 +293,8 @@ class AgreementMachine(AgreementState):
         self._given_up = tuple(old for old in self._given_up if old not in former)
         self.history, self._courted, self._persist = view.history, b"", True
         self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
-        self._word = replace(attempt.words[self.me.peer_id], installed=True)
+        minted = view.history if thin else b""
+        self._word = replace(attempt.words[self.me.peer_id], installed=True, minted=minted)
         self._attempt, self._decision = None, None
         self.left_out = False
         self.behind = self.completed != view.start
@@ -349,8 +350,15 @@ class AgreementMachine(AgreementState):
             return False
         return True
 
+    def _history_of(self, word: Propose) -> bytes:
+        """What a word is judged by where a view founds a history: its members said their words in the one before."""
+        view, inside = self.view, self.me.peer_id in word.members
+        if view is not None and word.sender in view.members and word.n == view.view_epoch:
+            return self.history if word.history == view.parent else word.history  # it has not installed this view
+        return word.history if inside and word.minted != self.history else word.minted or word.history
+
     def _on_propose(self, word: Propose) -> None:
-        if not self._fenced(word.sender, word.history) or not self._book.hear_word(word):
+        if not self._fenced(word.sender, self._history_of(word)) or not self._book.hear_word(word):
             return
         for record in word.seen:
             if record.withdrawn and record.member != self.me:

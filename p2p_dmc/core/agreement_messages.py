@@ -184,7 +184,7 @@ class Propose:
     """A word: what one peer says in attempt `n` about the sets (A, D, V, E).
 
     Its content is fixed at the first word of n, and there is one word per (sender, n, A, D, V, E): repeated, it is
-    the same but for `installed` and `asks`.
+    the same but for `installed`, `minted` and `asks`.
     """
 
     history: bytes
@@ -217,11 +217,15 @@ class Propose:
     payload: bytes = b""
     installed: bool = False
     """The sender has installed this view; whoever has not, and is in it, may."""
+    minted: bytes = b""
+    """The history that the installed view founded, b"" if it goes on with `history`: to whoever is not in it, a
+    stranger says this."""
     asks: bool = False
     """The sender repeats itself, because it has not heard the receiver's word about these sets."""
 
     def __post_init__(self) -> None:
         _require_history(self.history)
+        _require_history(self.minted)
         for name, number in (("n", self.n), ("vote floor", self.vote_floor), ("version", self.version)):
             _require_number(number, name)
         _require_sorted(self.candidates, "candidates")

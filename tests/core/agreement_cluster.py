@@ -74,9 +74,10 @@ class Cluster:
         self.cores[name].check_invariants()
         return ready
 
-    def deliver(self, *, shuffle: bool = False) -> None:
-        """Until nobody says anything more; counts the message delays that took."""
-        while self.mail:
+    def deliver(self, *, shuffle: bool = False, hops: int = 1_000_000) -> None:
+        """Until nobody says anything more, or for so many message delays; counts those that it took."""
+        end = self.hops + hops
+        while self.mail and self.hops < end:
             batch, self.mail = self.mail, []
             self.hops += 1
             if shuffle:

@@ -409,6 +409,42 @@ class TestAny:
         cluster.deliver()
         assert cluster.standing("abcd").history == old
 
+    def apart(self) -> Cluster:
+        """Side cd has founded a history of its own; then the cut is mended."""
+        cluster = Cluster("abcd", Quorum.ANY).run("abcd")
+        cluster.cut = {(x, y) for x in "ab" for y in "cd"} | {(y, x) for x in "ab" for y in "cd"}
+        for x, y in sorted(cluster.cut):
+            cluster.verdict(y, UNREACHABLE, by=x)
+        cluster.deliver()
+        cluster.cut.clear()
+        return cluster
+
+    def test_what_a_side_of_its_own_says_leaves_nobody_out_of_the_other(self) -> None:
+        """It has the number of the other's view, and the history that both come from."""
+        cluster = self.apart()
+        standing = cluster.standing("ab")
+        cluster.do("a", cluster["a"].foreign_header("c", standing.view_epoch, cluster.now))
+        for name in "cd":
+            cluster.do(name, cluster[name].foreign_header("a", standing.view_epoch, cluster.now))
+            cluster.do(name, cluster[name].foreign_header("b", standing.view_epoch - 1, cluster.now))
+        cluster.deliver()
+        assert cluster.standing("ab") == standing and not cluster["a"].left_out and not cluster["b"].left_out
+
+    def test_a_member_of_the_side_of_its_own_that_missed_a_word_gets_in_by_it(self) -> None:
+        cluster = Cluster("abcd", Quorum.ANY).run("abcd")
+        cluster.cut = {(x, y) for x in "ab" for y in "cd"} | {(y, x) for x in "ab" for y in "cd"}
+        for x, y in sorted(cluster.cut):
+            cluster.verdict(y, UNREACHABLE, by=x)
+        while not (cluster["c"].frozen and cluster["d"].frozen):
+            cluster.deliver(hops=1)
+        cluster.cut.add(("c", "d"))
+        cluster.deliver()
+        view = cluster["c"].view
+        assert view is not None and view.parent and view.peers == ("c", "d") and cluster["d"].frozen
+        cluster.cut.discard(("c", "d"))
+        cluster.wait(3_000)
+        assert cluster.standing("cd") == view
+
 
 def test_invariants_are_checked() -> None:
     cluster = Cluster("a").run("a")
