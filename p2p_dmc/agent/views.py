@@ -21,7 +21,7 @@ from p2p_dmc.agent.view_opening import (
     view_started,
 )
 from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, opening_ledger
-from p2p_dmc.core.agreement_messages import View
+from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
 
@@ -40,8 +40,8 @@ class Views:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._carried_claims: tuple[tuple[int, int, int], ...] = ()
-        self._trainer_base: tuple[int, int] | None = None
-        """Lineage of the anchor that the trainer's local parameters come from."""
+        self._trainer_base: StateRef | None = None
+        """The state whose anchor the trainer's local parameters come from."""
         self.in_ledger: set[tuple[str, int, int]] = set()
         """Strikes that this view's members brought: the ledger of its first complete round has them."""
         self._catch_up: CatchUp | None = None
@@ -95,7 +95,7 @@ class Views:
 
     def based_on(self, held: Held) -> None:
         """The trainer's parameters come from this state now."""
-        self._trainer_base = held.ref.lineage
+        self._trainer_base = held.ref
 
     # -- the beginning of the next ----------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Views:
         ledger = opening_ledger(payloads, held.ledger, skip_lost=run.desk.on_lost == "skip")
         me = view.members.index(run.me)
         mode = local_mode(
-            view.start.lineage,
+            view.start,
             honoured=run.stood_in > 0 and not gave_up_claims(payloads[me], ledger),
             base=self._trainer_base,
             in_flight=run.in_flight,
@@ -177,7 +177,7 @@ class Views:
             measured=run.measured,
             keeper=run.keeper,
         )
-        run.stood_in, self._trainer_base, run.in_flight = view.view_epoch, held.ref.lineage, None
+        run.stood_in, self._trainer_base, run.in_flight = view.view_epoch, held.ref, None
         self.in_ledger = {s.key for p in payloads for s in p.strikes}
         report_opening(run, view, ledger, work, old_work, old_view)
         run.parked = False

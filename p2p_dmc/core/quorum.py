@@ -81,9 +81,13 @@ class Decision:
 
 
 def start_state(words: Sequence[Propose]) -> StateRef:
-    """The greatest completed state among the members; of equals, that of the first in ring order."""
+    """The greatest completed state among the members; of equals, that of the first in ring order.
+
+    Whoever has been in a view of the history goes before a newcomer: each has an initial model of its own, and the
+    history's is the one that its members have begun to train.
+    """
     greatest = max(word.completed.lineage for word in words)
-    ring = sorted(words, key=lambda word: word.sender)
+    ring = sorted(words, key=lambda word: (not word.joined, word.sender))
     return next(word.completed for word in ring if word.completed.lineage == greatest)
 
 

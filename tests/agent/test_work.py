@@ -27,6 +27,7 @@ from p2p_dmc.agent.work import (
     unreachable,
     valid_claims,
 )
+from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.assignment import Assignment
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
@@ -245,7 +246,11 @@ def test_claims_survive_several_views_without_a_round() -> None:
         assert samples(work.claims()) == claimed
 
 
-START, BASE, OTHER = (5, 9), (5, 9), (5, 8)
+def state_ref(view_epoch: int, number: int, mark: bytes = b"s") -> StateRef:
+    return StateRef(lineage=(view_epoch, number), digest=mark * 16)
+
+
+START, BASE, OTHER = state_ref(5, 9), state_ref(5, 9), state_ref(5, 8)
 
 
 @pytest.mark.parametrize(
@@ -253,17 +258,18 @@ START, BASE, OTHER = (5, 9), (5, 9), (5, 8)
     [
         (True, BASE, None, Local.KEEP),
         (True, BASE, (5, 10), Local.KEEP),
-        (True, OTHER, START, Local.COUNTED),
+        (True, state_ref(5, 9, b"i"), None, Local.RESET),
+        (True, OTHER, (5, 9), Local.COUNTED),
         (True, OTHER, None, Local.RESET),
         (True, OTHER, (5, 10), Local.RESET),
-        (True, (4, 9), START, Local.COUNTED),
-        (True, None, START, Local.RESET),
+        (True, state_ref(4, 9), (5, 9), Local.COUNTED),
+        (True, None, (5, 9), Local.RESET),
         (False, BASE, None, Local.RESET),
-        (False, OTHER, START, Local.RESET),
+        (False, OTHER, (5, 9), Local.RESET),
     ],
 )
 def test_local_mode(
-    honoured: bool, base: tuple[int, int] | None, in_flight: tuple[int, int] | None, mode: Local
+    honoured: bool, base: StateRef | None, in_flight: tuple[int, int] | None, mode: Local
 ) -> None:
     assert local_mode(START, honoured=honoured, base=base, in_flight=in_flight) is mode
 

@@ -167,6 +167,12 @@ class TestState:
         words = [word(name, state(0, 0, name)) for name in "cab"]
         assert start_state(words) == state(0, 0, "a")
 
+    def test_a_newcomer_brings_no_initial_model_of_its_own(self) -> None:
+        words = [word(name, state(0, 0, name), joined=name != "a") for name in "cab"]
+        assert start_state(words) == state(0, 0, "b")
+        words[1] = word("a", state(0, 1, "a"))
+        assert start_state(words) == state(0, 1, "a"), "the greatest goes before all"
+
     def test_a_base_without_its_state_needs_all_its_peers(self) -> None:
         """a crashed as the only one that completed a round of W (and may come back with it): b must wait."""
         w = view(6, "a b")

@@ -22,7 +22,7 @@ from p2p_dmc.agent.work import (
 )
 from p2p_dmc.core.adacomm import RoundFacts
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Lineage, MemberId, Promises, Verdict, View
+from p2p_dmc.core.agreement_messages import Lineage, MemberId, Promises, StateRef, Verdict, View
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.wire.trainer_messages import Local
 from tests.sim.collective import Collective
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 class Trainer:
     """The process that trains: what its parameters are made of, and what it has in hand."""
 
-    base: Lineage | None = None
+    base: StateRef | None = None
     """Of the anchor that its parameters come from; None for a new trainer."""
     local: list[Stretch] = field(default_factory=list)
     """Consumed since the anchor: its delta is made of these samples."""
@@ -277,7 +277,7 @@ class Host:
         ledger = opening_ledger(payloads, start.ledger, skip_lost=skip_lost)
         mine = payloads[view.members.index(self.member)]
         mode = local_mode(
-            view.start.lineage,
+            view.start,
             honoured=self.stood_in > 0 and not gave_up_claims(mine, ledger),
             base=trainer.base,
             in_flight=self.in_flight,
@@ -296,7 +296,7 @@ class Host:
             trainer.queue,
         )
         self.work, self.ledger = work, ledger
-        self.stood_in, trainer.base, self.in_flight = view.view_epoch, start.ref.lineage, None
+        self.stood_in, trainer.base, self.in_flight = view.view_epoch, start.ref, None
         self.in_ledger = {s.key for p in payloads for s in p.strikes}
 
     def hold(self, model: Model) -> None:
@@ -398,7 +398,7 @@ class Host:
         before, mine = self.ledger, headers[work.me]
         assert before is not None
         self.hold(model)
-        trainer.base = model.ref.lineage
+        trainer.base = model.ref
         self.strikes = [s for s in self.strikes if s.key not in self.in_ledger]
         self.counted_keys = (*self.counted_keys, *sorted(self.in_ledger.difference(self.counted_keys)))[-64:]
         if model.ledger.epoch != before.epoch and not model.ledger.done:
