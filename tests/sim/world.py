@@ -168,6 +168,9 @@ class World(Stage):
         host.core.established(view.view_epoch)
 
     def _post(self, host: Host, view: View) -> None:
+        """It begins to reduce, unless the group is dropped: then it waits for the next view, and repeats its header."""
+        if host.failed:
+            return
         key = view.view_id, host.round
         collective = self.collectives.get(key)
         if collective is None:
