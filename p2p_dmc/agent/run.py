@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from p2p_dmc.agent import run_files
+from p2p_dmc.agent.aside import Aside
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import Entrance, Step, others, run_meta
 from p2p_dmc.agent.group_values import GroupValues
@@ -65,7 +66,7 @@ class Run:
         self.end = RunEnd(self)
         settings = services.settings
         self.entrance = Entrance(options.min_peers, settings.found_still_ms, settings.join_retry_ms)
-        self.rivals = Rivals(self)
+        self.rivals, self.aside = Rivals(self), Aside(self)
         self.agreement: Agreement | None = None
         self.desk = TrainerDesk(self)
         self.members = MemberDesk(self)
@@ -277,6 +278,7 @@ class Run:
     def hold(self, held: Held) -> None:
         self.keeper.hold(held)
         self.end.round_over()
+        self.aside.trains()
         self.views.based_on(held)
         self.desk.forget_strikes(self.views.in_ledger)
 
@@ -373,7 +375,7 @@ class Run:
         if self.agreement is None or self.end.agreed:
             return
         self.act(self.agreement.tick(now_ms()))
-        if self.end.outcome:
+        if self.end.outcome or self.aside.look():
             return
         if self.agreement.left_out and self.rounds is not None:
             self.event("left_out", view_epoch=self.rounds.view.view_epoch)

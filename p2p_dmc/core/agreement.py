@@ -85,6 +85,27 @@ class Agreement(AgreementMachine):
         return tuple(member.peer_id for member in self.view.voters if self._lost(member))
 
     @property
+    def cut_off_from(self) -> tuple[str, ...]:
+        """Members of whom this peer has long heard nothing while others agree with it: it had better stand aside.
+
+        Membership calls them alive, so others hear them, and only the way between the two is broken: neither could
+        complete a round with the other, and both would wait for each other for ever. Of two the greater gives way
+        first, and whoever misses several before those that miss only it; the other one if that does not help (it need
+        not miss anybody: the way may be broken in one direction).
+        """
+        attempt = self._attempt
+        if attempt is None or self.left_out or self.me.peer_id not in attempt.voters:
+            return ()
+        unheard = attempt.unheard()
+        missed = tuple(peer for peer in unheard if not self._book.gone(peer))
+        if not missed or len(attempt.members) < len(unheard) + 2:
+            return ()
+        since_ms = max(self._waits_since_ms, *(self._heard_ms.get(peer, 0) for peer in missed))
+        first = self.me.peer_id > max(missed)
+        patience_ms = self._settings.link_patience_ms * (2 if first else 3) // (2 * len(missed))
+        return missed if self._now - since_ms >= patience_ms else ()
+
+    @property
     def evicted(self) -> tuple[str, ...]:
         """Those of whom an operator said, since the last view, that they are gone for good; sorted."""
         return tuple(sorted(self._evicted))
@@ -116,6 +137,8 @@ class Agreement(AgreementMachine):
     def receive(self, message: AgreementMessage, now_ms: int) -> Ready:
         """A message of another peer."""
         self._begin(now_ms)
+        if not isinstance(message, Withdrawal):
+            self._heard_ms[message.sender.peer_id] = self._now
         match message:
             case Propose():
                 self._on_propose(message)

@@ -84,6 +84,8 @@ class AgreementMachine(AgreementState):
         who was left out of a later view: it may be far behind, and nobody waits for it.
         """
         last = self._last if not self.left_out else None
+        if self._attempt is None or self.left_out:
+            self._waits_since_ms = self._now
         self._freeze()
         self._take_strike()
         self._say_late()
@@ -296,6 +298,7 @@ class AgreementMachine(AgreementState):
         minted = view.history if thin else b""
         self._word = replace(attempt.words[self.me.peer_id], installed=True, minted=minted)
         self._attempt, self._decision = None, None
+        self._heard_ms.clear()
         self.left_out = False
         self.behind = self.completed != view.start
         if self._late == view.start:
@@ -354,7 +357,9 @@ class AgreementMachine(AgreementState):
         """What a word is judged by where a view founds a history: its members said their words in the one before."""
         view, inside = self.view, self.me.peer_id in word.members
         if view is not None and word.sender in view.members and word.n == view.view_epoch:
-            return self.history if word.history == view.parent else word.history  # it has not installed this view
+            return (
+                self.history if word.history == view.parent else word.history
+            )  # it has not installed this view
         return word.history if inside and word.minted != self.history else word.minted or word.history
 
     def _on_propose(self, word: Propose) -> None:
@@ -479,5 +484,10 @@ class AgreementMachine(AgreementState):
             self._open(message.n + 1, attempt.candidates, (), attempt.voters, why)
 
     def _on_withdrawn(self, stopped: Stopped) -> None:
+        known = stopped.member in self._book.away
         self._accepted = self._book.withdraw(stopped)
         self._book.joiners.pop(stopped.member.peer_id, None)
+        if self._accepted and not known:  # it may not reach everybody itself
+            for peer in self._last_peers():
+                if peer != stopped.member.peer_id:
+                    self._send(peer, Withdrawal(history=self.history, stopped=stopped))

@@ -408,6 +408,8 @@ class AgreementSettings:
     shun_ms: int = 30_000
     """A learner in whose views two reductions in a row failed is not let in again for so long; doubles each time."""
     shun_max_ms: int = 1_800_000
+    link_patience_ms: int = 10_000
+    """Of one that does not hear a member whom everybody else hears: then it had better stand aside."""
     cause_ttl_ms: int = 2_000
     """A pre-vote counts for this long; it is repeated four times as often."""
 

@@ -91,6 +91,10 @@ class AgreementState:
         """When each member of the standing view last saw cause to leave it."""
         self._cause_resend_ms = now_ms
         self._word_resend_ms = now_ms
+        self._heard_ms: dict[str, int] = {}
+        """When a word, cause or promise of each peer last came, since the last view was installed."""
+        self._waits_since_ms = now_ms
+        """When the first attempt since the last view began."""
         self._last_open_ms = now_ms - self._settings.calm_ms
         self._not_before_ms = now_ms
         self._strikes = self._raises = 0

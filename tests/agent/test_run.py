@@ -279,7 +279,9 @@ def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("p2p_dmc.agent.run.out_of_date", lambda training, data: "")
     run = in_a_view_of_two(surroundings(tmp_path))
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
-    run.agreement = cast(Agreement, SimpleNamespace(left_out=False, tick=lambda now: nothing))
+    run.agreement = cast(
+        Agreement, SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing)
+    )
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in ("serve_lease", "repeat")}
     run.training = cast(Training, SimpleNamespace(frozen=False, **steps))
@@ -315,7 +317,9 @@ def test_whoever_is_in_a_view_looks_for_rivals(
     monkeypatch.setattr("p2p_dmc.agent.run.out_of_date", lambda training, data: "")
     run = in_a_view_of_two(surroundings(tmp_path))
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
-    run.agreement = cast(Agreement, SimpleNamespace(left_out=False, tick=lambda now: nothing))
+    run.agreement = cast(
+        Agreement, SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing)
+    )
     looked: list[bool] = []
     setattr(run, mode, SimpleNamespace(frozen=False, serve_lease=lambda: None, repeat=lambda: None))
     run.rivals.look = lambda: looked.append(True)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import pytest
 
 from p2p_dmc.core.agreement_messages import (
     UNKNOWN_BOOT,
+    AgreementSettings,
     MemberId,
     Promises,
     Stopped,
@@ -479,3 +480,58 @@ def test_a_death_of_whichever_boot_is_that_of_the_one_that_is_known() -> None:
         cluster.do(name, cluster[name].at_barrier(cluster.now))
     cluster.deliver()
     assert cluster.standing("abc"), "its words are not those of a former life"
+
+
+class TestBrokenWay:
+    """Two cannot hear each other, a third hears both, and membership calls all of them alive."""
+
+    def broken(self, cut: set[tuple[str, str]], names: str = "abc") -> Cluster:
+        cluster = Cluster(names).run(names)
+        cluster.cut = cut
+        for name in names:
+            cluster.do(name, cluster[name].wants_change("the collective failed", cluster.now, at_once=True))
+        cluster.deliver()
+        return cluster
+
+    def stand_aside(self, cluster: Cluster, name: str) -> None:
+        stopped = cluster[name].withdraw()
+        for other in cluster.up():
+            if other != name and (name, other) not in cluster.cut:
+                cluster.do(other, cluster[other].withdrawn(stopped, cluster.now))
+        cluster.wait(3_000)
+
+    def test_the_greater_of_the_two_stands_aside_and_the_others_go_on(self) -> None:
+        cluster = self.broken({("a", "b"), ("b", "a")})
+        patience_ms = AgreementSettings().link_patience_ms
+        cluster.wait(patience_ms - 100)
+        assert [cluster[name].cut_off_from for name in "abc"] == [(), (), ()]
+        cluster.wait(200)
+        assert [cluster[name].cut_off_from for name in "abc"] == [(), ("a",), ()]
+        self.stand_aside(cluster, "b")
+        cluster.standing("ac")
+        assert cluster["b"].cut_off_from == ()
+
+    @pytest.mark.parametrize("deaf", ["a", "b"])
+    def test_whoever_hears_nothing_stands_aside_where_only_one_direction_is_broken(self, deaf: str) -> None:
+        mute = "b" if deaf == "a" else "a"
+        cluster = self.broken({(mute, deaf)})
+        cluster.wait(AgreementSettings().link_patience_ms * 3 // 2 + 100)
+        assert [cluster[name].cut_off_from for name in (deaf, mute, "c")] == [(mute,), (), ()]
+        self.stand_aside(cluster, deaf)
+        cluster.standing(f"{mute}c")
+
+    def test_whoever_misses_several_stands_aside_first(self) -> None:
+        cluster = self.broken({("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}, "abcd")
+        cluster.wait(AgreementSettings().link_patience_ms - 100)
+        assert [cluster[name].cut_off_from for name in "abcd"] == [("b", "c"), (), (), ()]
+        self.stand_aside(cluster, "a")
+        cluster.standing("bcd")
+
+    def test_nobody_stands_aside_for_one_that_is_gone_or_of_whom_nothing_else_is_missing(self) -> None:
+        cluster = self.broken({("a", "b"), ("b", "a")})
+        cluster.verdict("a", UNREACHABLE, by="b")
+        cluster.wait(60_000)
+        assert cluster["b"].cut_off_from == ()
+        alone = self.broken({("a", "b"), ("b", "a")}, "ab")
+        alone.wait(60_000)
+        assert alone["a"].cut_off_from == alone["b"].cut_off_from == ()
