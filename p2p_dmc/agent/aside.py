@@ -53,7 +53,7 @@ class Aside:
         self._missed, self._until_s, self._tries_until_s = missed, now_s + gap_s, None
         self._gap_s = min(2 * gap_s, MOST_S)
         run.waiting = (
-            f"no word of {', '.join(missed)} comes here, but others hear it: see that TCP connections between the "
+            f"waiting for word of {', '.join(missed)}, which others hear: see that TCP connections between the "
             f"machines are let through on all ports; the others go on, and this peer tries again in {gap_s:g} s"
         )
         run.event("stands_aside", missed=list(missed), seconds=gap_s)

@@ -52,7 +52,7 @@ def test_it_says_whom_it_misses_withdraws_and_tries_again(world: World) -> None:
     world.miss("b")
     assert world.after(1)
     assert world.done == [f"stands_aside {FIRST_S:g} ['b']", "frozen", "withdraws", Park.__name__]
-    assert "no word of b comes here" in world.run.waiting and "again in 30 s" in world.run.waiting
+    assert "waiting for word of b" in world.run.waiting and "again in 30 s" in world.run.waiting
     world.miss()
     assert world.after(FIRST_S - 1) and len(world.done) == 4
     assert not world.after(1) and world.done[4:] == ["rejoins"]

@@ -8,7 +8,7 @@ both, of everybody; SIGSTOP; a cable cut both ways or one way; lost packets; a f
 checkpoints; and exact cuts, where a peer strikes itself in the middle of something (p2p_dmc/observe/phases.py). After
 each all come back and train together again. At the end of a run (--per-run faults) the peers are let to the end.
 
-It needs root, `ip` and `tc`; packets are only lost where `nft` is.
+It needs root, `ip` and `tc`; packets are only lost, and ways broken, where `nft` is.
 
 The last line of standard output with --json is one object with these keys:
   faults        how many happened, with proof

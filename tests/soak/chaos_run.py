@@ -211,7 +211,7 @@ class ChaosRun:
         weights = {
             kind: weight
             for kind, weight in kinds.KINDS.items()
-            if only in (None, kind.kind) and (can_lose() or kind is not kinds.Loss)
+            if only in (None, kind.kind) and (can_lose() or kind not in (kinds.Loss, kinds.BrokenWay))
         }
         if not weights:
             raise SystemExit(f"--only {only}: no such kind")

@@ -302,6 +302,34 @@ class CutOut(Cut):
     kind, way = "cut out", "out"
 
 
+class BrokenWay(Fault):
+    """Nothing passes between two peers, which everybody else hears; or nothing in one direction."""
+
+    kind = "broken way"
+    brief_s = (1.0, 20.0)
+
+    def strike(self) -> None:
+        other = self.rng.choice(self.others)
+        both = self.rng.random() < 0.5
+        self.when = time.time()
+        ways = [(self.victim, other), (other, self.victim)][: 1 + both]
+        self.broken = [(deaf, self.hosts.silence(deaf, mute)) for deaf, mute in ways]
+        self.proof = f"no packets {'between it and' if both else 'to it from'} {other.name}"
+
+    def struck(self) -> bool:
+        return all(self.hosts.silenced(deaf, table) > 0 for deaf, table in self.broken)
+
+    def noticed(self) -> str:
+        aside = [
+            p.name for p in self.hosts.peers if any(e["time"] > self.when for e in p.events("stands_aside"))
+        ]
+        return f"{aside[0]} stands aside" if aside else self.seen_by_others() or self.held_up()
+
+    def heal(self) -> None:
+        dropped = [self.hosts.silence_no_more(deaf, table) for deaf, table in self.broken]
+        self.proof += f"; {sum(dropped)} packets dropped"
+
+
 class Loss(Fault):
     """Packets vanish at random in both directions."""
 
@@ -520,6 +548,7 @@ KINDS: dict[type[Fault], int] = {
     Cut: 2,
     CutIn: 2,
     CutOut: 2,
+    BrokenWay: 2,
     Loss: 3,
     DiskFull: 1,
     BadShard: 1,

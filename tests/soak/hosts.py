@@ -44,6 +44,7 @@ class Hosts(Cluster):
         self.orders = root / "orders"
         self._mounted: list[Path] = []
         self._repeated: dict[str, int] = {}
+        self._silences = 0
         self._netlab("up", str(len(names)), "--rate", RATE)
 
     def __enter__(self) -> Hosts:
@@ -116,9 +117,31 @@ class Hosts(Cluster):
         )
         self._nft(peer, "-f", "-", text=f"table inet {LOSS_TABLE} {{\n{rules}}}\n")
 
+    def silence(self, deaf: Peer, mute: Peer) -> str:
+        """Drop what comes to one peer from another one; by what name that is undone."""
+        self._silences += 1
+        table = f"silence{self._silences}"
+        address = self.address_of(mute.name).removeprefix("tcp://").rpartition(":")[0]
+        rule = f"type filter hook input priority 0; ip saddr {address} counter drop;"
+        self._nft(deaf, "-f", "-", text=f"table inet {table} {{\nchain input {{ {rule} }}\n}}\n")
+        return table
+
+    def silenced(self, deaf: Peer, table: str) -> int:
+        """Packets dropped so far."""
+        return self._dropped(deaf, table)
+
+    def silence_no_more(self, deaf: Peer, table: str) -> int:
+        """Undo `silence`; packets that it dropped."""
+        dropped = self.silenced(deaf, table)
+        self._nft(deaf, "delete", "table", "inet", table)
+        return dropped
+
     def lost(self, peer: Peer) -> int:
         """Packets dropped so far."""
-        said = json.loads(self._nft(peer, "-j", "list", "table", "inet", LOSS_TABLE))
+        return self._dropped(peer, LOSS_TABLE)
+
+    def _dropped(self, peer: Peer, table: str) -> int:
+        said = json.loads(self._nft(peer, "-j", "list", "table", "inet", table))
         rules = [item["rule"] for item in said["nftables"] if "rule" in item]
         counters = [part["counter"] for rule in rules for part in rule["expr"] if "counter" in part]
         return sum(int(counter["packets"]) for counter in counters)
