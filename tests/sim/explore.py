@@ -10,8 +10,10 @@ Invariants 1 to 7, 12 and 13 of DESIGN.md section 4 are checked after every even
 
 Random lives: 2 to 8 peers, at least 300 events each (an event is one thing that happens to one peer: a message or a
 header that arrives, a verdict, a timer, a step of a round, a fault), quorum majority in 6 of 8 seeds, strict and any in
-one each. Every twentieth ends with everything mended, and then all have to train together again. A life whose run is
-over before its 300 events counts as "short", not as a schedule. With --out the lives go on where the file ends.
+one each. Three in ten have operators who evict whoever is waited for, rightly or not: then histories take the place of
+others, and whoever goes on loses nothing that one of them knew to be committed. Every twentieth life ends with
+everything mended, and then all have to train together again. A life whose run is over before its 300 events counts as
+"short", not as a schedule. With --out the lives go on where the file ends.
 
 With --json the last line is one JSON object:
   schedules   runs: random lives, and ends of the exhaustive part (states from which no step is left)
