@@ -290,10 +290,7 @@ class AgreementMachine(AgreementState):
         ref = view.ref
         said = {p for p in self._pending if p.view_epoch == ref.view_epoch and p.peers == ref.peers}
         self._pending = (self._pending - said) | {ref}  # by now all incarnations are known
-        former = [old for old in self._given_up if old.history == view.history]
-        self._pending |= {p for old in former for p in old.pending}
-        self._given_up = tuple(old for old in self._given_up if old not in former)
-        self.history, self._courted, self._persist = view.history, b"", True
+        self._enter_history(view.history)
         self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
         minted = view.history if thin else b""
         self._word = replace(attempt.words[self.me.peer_id], installed=True, minted=minted)
@@ -320,6 +317,13 @@ class AgreementMachine(AgreementState):
             f"installed view {view.view_epoch} {names}{f' teaching {learners}' if learners else ''} "
             f"from {view.start.lineage}"
         )
+
+    def _enter_history(self, history: bytes) -> None:
+        """What this peer promised in it before it gave it up counts as promised now."""
+        former = [old for old in self._given_up if old.history == history]
+        self._pending |= {view for old in former for view in old.pending}
+        self._given_up = tuple(old for old in self._given_up if old not in former)
+        self.history, self._courted, self._persist = history, b"", True
 
     def _adopt(self, state: StateRef, view: View) -> None:
         self.completed, self.behind = state, False
