@@ -143,14 +143,16 @@ class Entrance:
         While somebody who is in it can be heard, it may go on any moment. If nobody can, and another one goes on, then
         that is the run by now: it may have been founded where nobody knew of the first one, or have taken its place.
         Should both be heard again, their members settle it (`rivals`); this peer is in one of them, as a learner first.
+        Whoever has no view may have finished the run, and says so when it is asked.
         """
         here = [p for p in peers if p.meta.history == courted]
         if here:
-            return Step(waiting=f"peer {here[0].peer_id} has begun it and pauses")
+            return replace(self._ask(here), waiting=f"peer {here[0].peer_id} has begun it and pauses")
         others = self._standing(peers, b"")
         if others:
             return Step(court=others[0].meta.history)
-        return Step(waiting=f"nobody is here of those that have begun it (history {courted.hex()[:8]})")
+        waiting = f"nobody is here of those that have begun it (history {courted.hex()[:8]})"
+        return replace(self._ask([p for p in peers if p.meta.history]), waiting=waiting)
 
     def _fits(self, mine: RunMeta, other: OtherPeer) -> bool:
         same_history = not mine.history or not other.meta.history or other.meta.history == mine.history

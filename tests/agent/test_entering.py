@@ -146,7 +146,14 @@ def test_it_waits_for_one_of_that_history_that_pauses_whoever_else_goes_on() -> 
     pauses = other(3, history=H1)
     goes_on = other(1, view_epoch=9, history=H2, samples=900)
     step = Door().after(99, pauses, goes_on, courted=H1)
-    assert step == Step(waiting=f"peer {peer(3)} has begun it and pauses")
+    assert step == Step(ask=(peer(3),), waiting=f"peer {peer(3)} has begun it and pauses")
+
+
+@pytest.mark.parametrize("history", [H1, H2])
+def test_it_asks_those_that_may_have_finished_the_run(history: bytes) -> None:
+    finished = other(3, history=history, samples=900, ready=False)
+    step = Door().after(0, finished, other(4), courted=H1)
+    assert step.ask == (peer(3),) and step.waiting and not step.court
 
 
 def test_once_nobody_is_heard_of_that_history_it_joins_one_that_goes_on() -> None:
