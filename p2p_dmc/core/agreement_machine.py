@@ -222,7 +222,8 @@ class AgreementMachine(AgreementState):
     def _leave_newcomers_out(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
         """Newcomers whose own promises are all that is in the way are not let in for now: they would stop the others.
 
-        With whom they meant to found a history they wait for the votes of, and those may be away for long.
+        They would wait for those with whom they meant to found a history, who may be away for long. A round that is
+        complete in a view of a greater number than they promised overtakes that.
         """
         joined = tuple(word for word in words if word.joined)
         newcomers = {word.sender.peer_id for word in words if not word.joined}

@@ -111,6 +111,15 @@ class TestJoining:
             others.do(name, others[name].join_requested("n", others.now))
         others.wait(1_000)
         assert not others["a"].change_wanted, "nor is it tried again at once"
+        others.round("ab")
+        others.wait(30_000, 500)
+        for name in "ab":
+            others.do(name, others[name].join_requested("n", others.now))
+            others.do(name, others[name].at_barrier(others.now))
+        others.deliver()
+        assert others.standing("abn").ref.peers == ("a", "b"), (
+            "later than all that it promised a round is complete"
+        )
 
     def test_newcomers_that_promised_nothing_are_let_in(self) -> None:
         cluster = Cluster("abc").run("abc")
