@@ -11,7 +11,7 @@ from p2p_dmc.wire.trainer_messages import Park
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
-FIRST_S, MOST_S = 30.0, 1800.0
+FIRST_S, MOST_S = 10.0, 1800.0
 """How long it stands aside the first time; each time in a row it is twice as long, up to the second figure."""
 TRY_S = 20.0
 """So long it tries to be a voter again, before that counts as another time."""
