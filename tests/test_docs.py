@@ -6,9 +6,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from p2p_dmc.agent.aside import Aside
 from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.entering import Entrance, OtherPeer
 from p2p_dmc.agent.state import SlotPool
@@ -70,6 +72,9 @@ def reasons() -> Iterator[str]:
     asked.do("b", asked["b"].at_barrier(asked.now))
     asked.deliver()
     yield asked["b"].waiting_for() or ""
+    nothing = Mock(waiting="")
+    Aside(nothing)._stand_aside(("a",), 0.0)
+    yield re.sub(r"(others hear): .*", r"\1: ...", nothing.waiting)
     left = Cluster("abc").run("abc")
     left.cut |= {("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")}
     left.verdict("c", UNREACHABLE, by="ab")
