@@ -32,7 +32,9 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ from tests.sim.schedule import Run, explore, shrink, story
 
 RESULT = Path(__file__).parent / "results" / "explore.json"
 QUORUMS = (*[Quorum.MAJORITY] * 6, Quorum.STRICT, Quorum.ANY)
-SAVE_EVERY = 250
+BLOCK = 250
+"""Lives that a process lives before it reports."""
 SETTLED = 20
 """Every so manieth life ends with everything mended."""
 COUNTS = ("schedules", "short", "events", "faults", "rounds", "commits", "views", "settled")
@@ -70,22 +73,10 @@ class Totals:
     def seconds(self) -> float:
         return time.monotonic() - self.began_s
 
-    def add(self, seed: int, run: Run, events: int) -> None:
-        world, checker = run.world, run.world.checker
-        whole = world.events >= events or run.failure is not None
-        found = (
-            whole,
-            not whole,
-            world.events,
-            world.faults,
-            checker.rounds,
-            checker.commits,
-            checker.installs,
-        )
-        for name, count in zip(COUNTS, (*found, seed % SETTLED == 0), strict=True):
-            self.counts[name] += int(count)
-        if run.failure is not None:
-            self.violations.append({"part": "random", "seed": seed, "what": str(run.failure)[:500]})
+    def add(self, counts: Counter[str], violations: list[dict[str, Any]]) -> None:
+        for name in COUNTS:
+            self.counts[name] += counts[name]
+        self.violations += violations
 
     def facts(self) -> dict[str, Any]:
         return self.counts | {
@@ -99,19 +90,37 @@ def life(seed: int, events: int) -> Run:
     return explore(seed, events, quorum=QUORUMS[seed % len(QUORUMS)], settle=seed % SETTLED == 0)
 
 
+def lives(first: int, count: int, events: int) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """So many random lives from a seed on: what they amount to, and their violations."""
+    gc.set_threshold(100_000)  # what a life leaves behind is cyclic and small
+    counts: Counter[str] = Counter()
+    violations: list[dict[str, Any]] = []
+    for seed in range(first, first + count):
+        run = life(seed, events)
+        world, checker = run.world, run.world.checker
+        counts["schedules" if world.events >= events or run.failure is not None else "short"] += 1
+        counts.update(events=world.events, faults=world.faults, settled=seed % SETTLED == 0)
+        counts.update(rounds=checker.rounds, commits=checker.commits, views=checker.installs)
+        if run.failure is not None:
+            what = str(run.failure)[:500] or repr(run.failure)
+            violations.append({"part": "random", "seed": seed, "what": what})
+    return counts, violations
+
+
 def random_part(options: argparse.Namespace, totals: Totals, save: Callable[[Totals], None]) -> None:
     """Random lives until there are enough of them, or until the time is up."""
-    gc.set_threshold(100_000)  # what a life leaves behind is cyclic and small
-    while totals.counts["schedules"] < options.schedules:
-        seed = totals.next_seed
-        run = life(seed, options.events)
-        totals.add(seed, run, options.events)
-        if run.failure is not None and len(totals.violations) <= 3:
-            tell(seed, run, options.json)
-        if totals.next_seed % SAVE_EVERY == 0:
+    with ProcessPoolExecutor(options.jobs) as pool:
+        while (missing := options.schedules - totals.counts["schedules"]) > 0:
+            size = min(BLOCK, -(-missing // options.jobs))
+            firsts = [totals.next_seed + job * size for job in range(options.jobs)]
+            told = len(totals.violations)
+            for found in pool.map(lives, firsts, [size] * options.jobs, [options.events] * options.jobs):
+                totals.add(*found)
+            for violation in totals.violations[told:3]:
+                tell(violation["seed"], life(violation["seed"], options.events), options.json)
             save(totals)
-        if options.seconds and totals.seconds > options.seconds:
-            break
+            if options.seconds and totals.seconds > options.seconds:
+                break
 
 
 def tell(seed: int, run: Run, quiet: bool) -> None:
@@ -149,6 +158,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="at most two minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the first random life")
+    parser.add_argument("--jobs", type=int, default=1, help="processes for the random part")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object, see above")
     parser.add_argument("--part", choices=["all", "random", "exhaustive"], default="all")
     parser.add_argument("--schedules", type=int, default=100_000, help="random lives")

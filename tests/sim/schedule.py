@@ -74,7 +74,7 @@ def explore(
             decisions.append(decision)
             apply(world, decision)
         world.checker.finish()
-    except AssertionError as error:
+    except Exception as error:  # noqa: BLE001 - whatever a life dies of is what it found
         run.failure = error
     return run
 
@@ -97,7 +97,7 @@ def replay(setting: Setting, decisions: list[Decision], trace: Callable[[str], N
                 trace(f"> {written(decision)}")
             apply(run.world, decision)
         run.world.checker.finish()
-    except AssertionError as error:
+    except Exception as error:  # noqa: BLE001 - whatever a life dies of is what it found
         run.failure = error
         if trace is not None:
             trace(f"! {error}")
