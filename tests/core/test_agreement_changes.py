@@ -536,6 +536,13 @@ class TestBrokenWay:
         self.stand_aside(cluster, "a")
         cluster.standing("bcd")
 
+    def test_whoever_is_left_out_asks_to_join_and_does_not_stand_aside(self) -> None:
+        cluster = self.broken({("a", "b"), ("b", "a")})
+        cluster.wait(AgreementSettings().link_patience_ms + 100)
+        assert cluster["b"].cut_off_from
+        cluster["b"].left_out = True  # of a view that it heard of; its own attempt has a greater number
+        assert not cluster["b"].cut_off_from
+
     def test_nobody_stands_aside_for_one_that_is_gone_or_of_whom_nothing_else_is_missing(self) -> None:
         cluster = self.broken({("a", "b"), ("b", "a")})
         cluster.verdict("a", UNREACHABLE, by="b")
