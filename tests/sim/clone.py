@@ -1,91 +1,117 @@
-"""Copies of a world, and keys by which two worlds in the same state are recognised."""
+"""Copies of a world, and values by which two hosts, or two worlds, in the same state are recognised."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
+from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
-from p2p_dmc.core.agreement_messages import Promised, Propose, View
+from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.assignment import Assignment
+from p2p_dmc.core.quorum import Quorum
 from tests.sim.collective import Collective
-from tests.sim.host import Header, Host
+from tests.sim.host import Header, Host, Trainer
+from tests.sim.invariants import Checker
 from tests.sim.membership import Detector
+from tests.sim.model import Model
 from tests.sim.network import Network
 from tests.sim.world import World
 
+T = TypeVar("T")
+
 TRANSIENT = {
-    *("_sends", "_trace", "_installed", "_persist", "_froze", "_accepted", "_rng", "_settings", "_payload"),
-    *("_now", "promise_version"),
+    *("_sends", "_trace", "_installed", "_persist", "_froze", "_accepted"),
+    *("_rng", "_settings", "_payload"),
 }
-"""Of a core: what each event sets anew, what never differs, and names (see `Keys`)."""
+"""Of a core: what each event sets anew, and what never differs."""
 NOT_STATE = {
-    *("models", "core", "_member", "first", "memory", "last_version", "heard", "clock_ms", "wall_ms"),
-    *("reachable", "key"),
+    *("core", "_member", "first", "clock_ms", "reachable", "last_version"),
+    *("models", "heard", "early", "reducing"),
 }
-"""Of a host: what follows from the rest, or nothing depends on."""
+"""Of a host: what each event sets anew, what never differs or is only counted; and what `Values.host` adds by hand."""
+FROZEN_HOST = {"said", "round", "last_own"}
+FROZEN_CORE = {"_causes", "_strays", "_cause_resend_ms", "_word_resend_ms", "_installed_ms"}
+"""Set anew when a view is installed, and not looked at while none stands."""
+PLAIN = {int, str, bytes, bool, type(None), Verdict, Quorum}
+CONTAINERS = {set, dict, list}
+BOOKS = {Attempt, PeerBook}
+EMPTY: frozenset[Any] = frozenset()
+PARTS = {*BOOKS, Trainer, Work}
 
 
-def _containers(thing: Any) -> Any:
+def _bare(thing: T) -> T:
+    """A copy that shares all it consists of."""
+    new = object.__new__(type(thing))
+    vars(new).update(vars(thing))
+    return new
+
+
+def _containers(thing: T) -> T:
     """A copy one level deep, with its own sets, dicts and lists."""
-    new = copy.copy(thing)
-    for name, value in vars(new).items():
-        if isinstance(value, (set, dict, list)):
-            setattr(new, name, value.copy())
-        elif isinstance(value, (Attempt, PeerBook)):
-            setattr(new, name, _containers(value))
+    new = object.__new__(type(thing))
+    own = vars(new)
+    for name, value in vars(thing).items():
+        kind = type(value)
+        if kind in CONTAINERS:
+            own[name] = value.copy()
+        elif kind in BOOKS:
+            own[name] = _containers(value)
+        else:
+            own[name] = value
     return new
 
 
-def clone(world: World, touched: Collection[str] | None = None) -> World:
-    """Another world in the same state, which shares only what does not change.
-
-    `touched`: the hosts that are going to change, where that is known; collectives change only if all hosts may.
-    """
-    new = copy.copy(world)
-    new.network = _network(world.network)
-    new.checker = _containers(world.checker)
-    new.checker.line = {history: list(line) for history, line in world.checker.line.items()}
+def clone(world: World) -> World:
+    """Another world in the same state, which shares only what does not change."""
+    new = _bare(world)
+    new.network = clone_network(world.network)
+    new.checker = clone_checker(world.checker)
     new.results = dict(world.results)
-    new.detector = Detector(new.network, new._judge, exact=world.detector.exact)
-    new.detector.now_ms, new.detector.ages = world.detector.now_ms, world.detector.ages
-    new.hosts = dict(world.hosts)
-    if touched is None:
-        new.collectives = {key: _collective(one) for key, one in world.collectives.items()}
-        touched = list(world.hosts)
-    for name in touched:
-        new.hosts[name] = _host(world.hosts[name], new)
+    new.collectives = {key: clone_collective(one) for key, one in world.collectives.items()}
+    new.detector = clone_detector(world, new)
+    new.hosts = {name: clone_host(host, new.collectives) for name, host in world.hosts.items()}
     return new
 
 
-def _network(network: Network) -> Network:
+def clone_detector(world: World, new: World) -> Detector:
+    """For the new world."""
+    detector = Detector(new.network, new._judge, exact=world.detector.exact)
+    detector.now_ms, detector.ages = world.detector.now_ms, world.detector.ages
+    return detector
+
+
+def clone_checker(checker: Checker) -> Checker:
+    new = _containers(checker)
+    new.line = {history: list(line) for history, line in checker.line.items()}
+    return new
+
+
+def clone_network(network: Network) -> Network:
     new = Network()
     new.flying = {link: list(queue) for link, queue in network.flying.items()}
     new.side, new.deaf = dict(network.side), set(network.deaf)
     return new
 
 
-def _collective(collective: Collective) -> Collective:
+def clone_collective(collective: Collective) -> Collective:
     new = Collective(collective.view, collective.round)
     new.contributions, new.states = dict(collective.contributions), dict(collective.states)
     new.done = collective.done
     return new
 
 
-def _host(host: Host, new_world: World) -> Host:
-    new: Host = _containers(host)
-    new.__dict__.pop("key", None)
+def clone_host(host: Host, collectives: dict[tuple[bytes, int], Collective]) -> Host:
+    """`collectives`: of the new world; one that the host takes part in is among them."""
+    new = _containers(host)
     new.said = {number: dict(headers) for number, headers in host.said.items()}
     if host.trainer is not None:
-        new.trainer = copy.copy(host.trainer)
-        new.trainer.local, new.trainer.queue = list(host.trainer.local), list(host.trainer.queue)
+        new.trainer = _containers(host.trainer)
     if host.work is not None:
-        new.work = copy.copy(host.work)
-        new.work.cursors = list(host.work.cursors)
+        new.work = _containers(host.work)
     if host.reducing is not None:
-        key = host.reducing.view.view_id, host.reducing.round
-        new.reducing = new_world.collectives.get(key) or _collective(host.reducing)
+        new.reducing = collectives[host.reducing.view.view_id, host.reducing.round]
     if host.core is not None:
         core: Agreement = _containers(host.core)
         core._payload = lambda: new.payload(new.reachable)
@@ -93,71 +119,110 @@ def _host(host: Host, new_world: World) -> Host:
     return new
 
 
-class Keys:
-    """Recognises states. Large values that never change are named by a number the first time they are met.
+class Values:
+    """Hashable stand-ins, equal for equal states. Large values that never change are numbered as they are met."""
 
-    Two names are left out, because nobody looks into them: the id of a view, which is the hash of what was said on the
-    way to it, and the versions of promises, which only order what one link delivers in order anyhow.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *, brief: bool) -> None:
+        self.brief = brief
+        """Leave out what nobody will look at again, and the shared memory that a dead agent left."""
         self._numbers: dict[Any, int] = {}
         self._met: dict[int, tuple[Any, int]] = {}
 
-    def _number(self, value: Any) -> int:
+    def number(self, value: Any) -> int:
+        """The same for equal values."""
         met = self._met.get(id(value))
         if met is None:
+            if len(self._met) > 300_000:
+                self._met.clear()  # each of them keeps its value alive
             facts: Any = value
-            if isinstance(value, (Propose, Promised, View)):
-                left_out = {"version", "view_id"}
-                facts = tuple(
-                    self.of(getattr(value, name))
-                    for name in value.__dataclass_fields__
-                    if name not in left_out
-                )
+            if isinstance(value, Model):
+                facts = value.ref, value.parent and self.number(value.parent)
+            elif isinstance(value, Assignment):
+                facts = value.digest()
             number = self._numbers.setdefault((type(value), facts), len(self._numbers))
             met = self._met[id(value)] = value, number
         return met[1]
 
     def of(self, value: Any) -> Any:
-        """A hashable stand-in: equal for equal values."""
-        if value is None or isinstance(value, (int, str, bytes)):
+        """A stand-in of anything that a host or a core has."""
+        kind = type(value)
+        if kind in PLAIN:
             return value
-        if isinstance(value, Header):
-            return value[1:]
-        if isinstance(value, dict):
-            return frozenset((self.of(k), self.of(v)) for k, v in value.items())
-        if isinstance(value, (set, frozenset)):
-            return frozenset(map(self.of, value))
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self.of, value))
-        if isinstance(value, (Attempt, PeerBook)):
-            return frozenset((k, self.of(v)) for k, v in vars(value).items())
-        if isinstance(value, Collective):
-            return self.of(value.view), value.round, self.of(value.contributions), value.done
-        if hasattr(value, "ledger") and hasattr(value, "parent"):  # a model is what its digest names
-            return value.ref.lineage, value.ref.digest
-        if type(value).__name__ in ("Trainer", "Work"):
-            return tuple(self.of(v) for k, v in sorted(vars(value).items()) if k != "assignment")
-        if type(value).__name__ == "Farewell":
-            return self._number(value.stopped), value.strikes
-        return self._number(value)
+        if kind is dict:
+            return frozenset([(self.of(k), self.of(v)) for k, v in value.items()]) if value else EMPTY
+        if kind is set or kind is frozenset:
+            return frozenset(map(self.of, value)) if value else EMPTY
+        if kind is list or kind is tuple:
+            return tuple(map(self.of, value)) if value else ()
+        if kind is Header:
+            return tuple(value)
+        if kind in PARTS:
+            return tuple([self.of(v) for v in vars(value).values()])
+        return self.number(value)
 
-    def world(self, world: World) -> int:
-        """Two worlds with the same key behave alike from here on."""
-        hosts = tuple((name, self._host(host)) for name, host in world.hosts.items())
+    def of_all(self, thing: Any, but: Iterable[str]) -> tuple[Any, ...]:
+        of = self.of
+        return tuple([v if type(v) in PLAIN else of(v) for k, v in vars(thing).items() if k not in but])
+
+    def host(self, host: Host) -> tuple[Any, ...]:
+        """All that its future depends on, as far as it is its own."""
+        core, but, core_but = host.core, NOT_STATE, TRANSIENT
+        early: Any = self.of(host.early)
+        if self.brief:
+            but = but | {"memory"}
+            if core is not None and core.view is None:
+                but, core_but = but | FROZEN_HOST, core_but | FROZEN_CORE
+            early = frozenset(
+                [(self.of(m), tuple(h)) for m, h in host.early.items() if self._of_use(core, h)]
+            )
+        reducing = host.reducing and (host.reducing.view.view_id, host.reducing.round)
+        heard = frozenset([(name, boot, ms) for name, (boot, ms, _) in host.heard.items()])
+        inner = None if core is None else self.of_all(core, core_but)
+        return self.of_all(host, but), inner, frozenset(host.models), heard, early, reducing
+
+    def _of_use(self, core: Agreement | None, header: Header) -> bool:
+        """Whether a view may yet be installed here for which a header came too early."""
+        if core is None:
+            return False
+        return header.view_epoch > core._n or (header.view_epoch == core._n and core._attempt is not None)
+
+    def common(
+        self,
+        checker: Checker,
+        collectives: dict[tuple[bytes, int], Collective],
+        results: dict[tuple[bytes, int], Model],
+    ) -> tuple[Any, ...]:
+        """What the hosts share: reductions, and what the checker remembers."""
+        reductions = frozenset(
+            [
+                (key, one.done, self.of(one.contributions), self.of(one.states))
+                for key, one in collectives.items()
+            ]
+        )
+        assigned = frozenset([(view_id, digest) for view_id, (_, digest) in checker.assignments.items()])
+        line = frozenset(
+            [
+                (history, tuple([(self.number(c.model), self.of(c.voters)) for c in commits]))
+                for history, commits in checker.line.items()
+            ]
+        )
+        told = [
+            self.of(value)
+            for name, value in vars(checker).items()
+            if type(value) in CONTAINERS and name not in ("assignments", "line")
+        ]
+        return reductions, self.of(results), line, assigned, tuple(told)
+
+    def world(self, world: World) -> tuple[Any, ...]:
+        """Two worlds with the same value behave alike from here on."""
         net = world.network
-        flying = frozenset((link, tuple(map(self.of, queue))) for link, queue in net.flying.items())
-        return hash((world.now, hosts, flying, frozenset(net.side.items()), frozenset(net.deaf)))
-
-    def _host(self, host: Host) -> int:
-        """Computed once for each copy of a host."""
-        key: int | None = vars(host).get("key")
-        if key is None:
-            shell = tuple(self.of(v) for k, v in vars(host).items() if k not in NOT_STATE)
-            inner = None
-            if host.core is not None:
-                inner = tuple(self.of(v) for k, v in vars(host.core).items() if k not in TRANSIENT)
-            key = hash((shell, inner, frozenset(host.models), self.of(host.memory)))
-            vars(host)["key"] = key
-        return key
+        hosts = tuple([self.host(host) for host in world.hosts.values()])
+        flying = frozenset([(link, self.of(queue)) for link, queue in net.flying.items()])
+        return (
+            world.now,
+            hosts,
+            self.common(world.checker, world.collectives, world.results),
+            flying,
+            self.of(net.side),
+            self.of(net.deaf),
+        )

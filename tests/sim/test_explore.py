@@ -5,41 +5,110 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2p_dmc.core import quorum
+from p2p_dmc.core.agreement_messages import Propose, StateRef
 from p2p_dmc.core.quorum import Quorum
 from tests.sim import exhaust, partitions, promise_age
-from tests.sim.clone import Keys, clone
+from tests.sim.clone import Values, clone
 from tests.sim.decisions import apply
 
 FOLDER = Path(__file__).parent
 
 
+def least(words: Sequence[Propose]) -> StateRef:
+    """A view that starts from the least state of its members."""
+    return min((word.completed for word in words), key=lambda state: state.lineage)
+
+
+def plainly(peers: list[str]) -> tuple[set[Any], set[Any], int]:
+    """The same search in copied worlds: the values of its states and of its ends, and how many steps went wrong."""
+    values, tidy = Values(brief=True), exhaust.tidier(False)
+    first = exhaust.begin(peers)
+    waiting = [(first, exhaust.Fate(), 0)]
+    states, ends, wrong = {(values.world(first), exhaust.Fate())}, set(), 0
+    while waiting:
+        world, fate, passes = waiting.pop()
+        hosts = {name: exhaust.facts(host) for name, host in world.hosts.items()}
+        flowed = [key for key, one in world.collectives.items() if one.done]
+        moved = False
+        for decision in exhaust.steps(hosts, sorted(world.network.flying), flowed, fate, passes, peers):
+            new, later = clone(world), fate.after(decision)
+            try:
+                exhaust.play(new, decision)
+                tidy(new)
+            except AssertionError:
+                wrong, moved = wrong + 1, True
+                continue
+            views = {host.view.view_id for host in new.hosts.values() if host.view is not None}
+            for book in (new.collectives, new.results):
+                for key in [key for key in book if key[0] not in views]:
+                    del book[key]
+            value = values.world(new), later
+            moved = moved or value != (values.world(world), fate)
+            if value not in states:
+                states.add(value)
+                waiting.append((new, later, passes + (decision[0] == "pass")))
+        if not moved:
+            ends.add((values.world(world), fate))
+    return states, ends, wrong
+
+
 class TestExhaustive:
-    def test_two_peers_and_a_round_in_every_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture(autouse=True)
+    def one_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exhaust, "LAST_ROUND", 1)
+
+    def test_two_peers_and_a_round_in_every_order(self) -> None:
+        """Steps that are looked up lead to the states that copied worlds come to, and to no others."""
         found = exhaust.explore_variant("two", checkpoints=False, peers=["a", "b"], seconds=0.0)
-        assert found.complete and found.violations == [] and found.states > 1_000 and found.ends > 20
+        states, ends, wrong = plainly(["a", "b"])
+        assert found.complete and found.violations == [] and wrong == 0
+        assert found.states == len(states) > 1_000 and found.ends == len(ends) > 50
+
+    def test_what_nobody_looks_at_again_makes_no_difference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without it there are as many kinds of ends; with it, more states."""
+        kinds = []
+        for brief in (True, False):
+            search = exhaust.Search("two", ["a", "b"], ["a", "b"], checkpoints=False, brief=brief)
+            ends, values = set(), Values(brief=True)
+            monkeypatch.setattr(
+                search,
+                "_end",
+                lambda place, number: ends.add(values.world(search.moves.world(place))),  # noqa: B023
+            )
+            found = search.run(0.0)
+            assert found.complete and found.violations == []
+            kinds.append((ends, found.states))
+        assert kinds[0][0] == kinds[1][0] and kinds[0][1] < kinds[1][1]
 
     def test_it_notices_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A view that starts from the least state of its members."""
-        least = lambda words: min((word.completed for word in words), key=lambda state: state.lineage)  # noqa: E731
-        monkeypatch.setattr(exhaust, "LAST_ROUND", 1)
         monkeypatch.setattr(quorum, "start_state", least)
         found = exhaust.explore_variant("two", checkpoints=False, peers=["a", "b"], seconds=0.0)
-        assert found.violations
+        assert len(found.violations) == exhaust.MOST_VIOLATIONS and plainly(["a", "b"])[2] > 0
+
+    def test_a_crash_is_seen(self) -> None:
+        """The survivor counts the dead one out, and goes on alone."""
+        search = exhaust.Search("two", ["a", "b"], ["b"], checkpoints=False)
+        place = search.first
+        for decision in (("crash", "b"), ("refused", "a", "b")):
+            place, _, _ = search.moves.after(place, decision)
+        core = search.moves.world(place).hosts["a"].core
+        assert core is not None and core.view is not None and core.view.peers == ("a",)
 
     def test_a_copy_is_the_same_state_and_goes_its_own_way(self) -> None:
-        world, keys = exhaust.begin(["a", "b", "c"]), Keys()
+        world, values = exhaust.begin(["a", "b", "c"]), Values(brief=False)
         other = clone(world)
-        assert keys.world(world) == keys.world(other)
+        assert values.world(world) == values.world(other)
         apply(other, ("enter", "a", 1))
-        assert keys.world(world) != keys.world(clone(other))
+        assert values.world(world) != values.world(clone(other))
         apply(world, ("enter", "a", 1))
-        assert keys.world(clone(world)) == keys.world(clone(other))
+        assert values.world(clone(world)) == values.world(clone(other))
 
 
 class TestPartitions:
