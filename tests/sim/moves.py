@@ -19,7 +19,7 @@ of which all is copied and compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -238,7 +238,7 @@ class Moves:
             self.commons.append(Common(checker, collectives, results, flowed))
         return number
 
-    def _cleared(self, common: int, hosts: list[int]) -> int:
+    def _cleared(self, common: int, hosts: Sequence[int]) -> int:
         """Reductions of views that stand nowhere are over: whoever may still install one finds nobody in it."""
         views = frozenset([self.views[i] for i in hosts])
         number = self._standing.get((common, views))
@@ -290,7 +290,8 @@ class Moves:
             host = self.hosts[place.hosts[i]]
             copied = only is None or i in only
             new.hosts[name] = clone_host(host, collectives) if copied else host
-        return new
+        world: World = new
+        return world
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class Moves:
     def _in_parts(self, place: Place, decision: Decision, queue: tuple[int, ...]) -> Way:
         """A step as what happens at one host after the other."""
         way = Way(place.hosts, place.common, [])
-        kind, me = decision[0], self.index.get(decision[1]) if len(decision) > 1 else None
+        kind, me = decision[0], self.index[decision[1]] if len(decision) > 1 else -1
         match kind:
             case "deliver":
                 self._part(place, way, decision, self.index[decision[2]], queue)
@@ -343,17 +344,16 @@ class Moves:
                     self._part(place, way, ("hears", decision[2], decision[1]), other, ())
             case "enter" | "fail":
                 view = self.hosts[place.hosts[me]].view
+                assert view is not None, f"{decision} without a view"
                 said = self._part(place, way, decision, me, ())
-                sub = "hear" if kind == "enter" else "told"
-                what = said if kind == "enter" else self._message(view)
-                if kind == "fail" or said is not None:
-                    for peer in view.peers:
-                        if way.violation:
-                            return way
-                        if peer != decision[1]:
-                            self._part(place, way, (sub, peer, decision[1]), self.index[peer], (what,))
-                    if kind == "enter" and not way.violation:
-                        self._part(place, way, ("look", decision[1], decision[1]), me, ())
+                sub, what = ("hear", said) if kind == "enter" else ("told", self._message(view))
+                if what is None:
+                    return way
+                for peer in view.peers:
+                    if peer != decision[1] and not way.violation:
+                        self._part(place, way, (sub, peer, decision[1]), self.index[peer], (what,))
+                if kind == "enter" and not way.violation:
+                    self._part(place, way, ("look", decision[1], decision[1]), me, ())
             case _:
                 raise Wide
         return way
@@ -363,7 +363,7 @@ class Moves:
     ) -> int | None:
         up, ids = self.up, way.hosts
         key: Key = (decision, place.clock, tuple([up[i] for i in ids]), ids[me], queue)
-        known = self._known.get(key, self)
+        known: Any = self._known.get(key, self)
         if known is None:
             key = (*key, way.common, tuple([self.holds[i] for i in ids]))
             known = self._known.get(key, self)
@@ -385,7 +385,8 @@ class Moves:
         way.sends += known.sends
         way.events += known.events
         way.violation = known.violation
-        return known.said
+        said: int | None = known.said
+        return said
 
     def _at_once(self, place: Place, decision: Decision) -> Way:
         """A step of several hosts: of all members of a view, or of all hosts."""
