@@ -105,13 +105,20 @@ class Ours:
         return min(told, default=None)
 
     def bring_back(self, kind: str, name: str) -> None:
+        """An agent whose trainer is killed again and again gives up after a few times: it is started again, too."""
         peer = self._cluster.peer(name)
         if kind == "silence":
             peer.go_on()
             return
-        if kind == "leave":
-            with in_time():
+        with in_time():
+            if kind == "leave":
                 self._cluster.wait(lambda: not peer.running, f"{name} has left", self.patience_s)
+            if kind == "trainer":
+                self._cluster.wait(
+                    lambda: not peer.running or peer.trainer() is not None,
+                    f"{name} has another trainer, or has ended",
+                    self.patience_s,
+                )
         if not peer.running:
             self._cluster.restart(peer)
 

@@ -99,7 +99,9 @@ def repeat(world: World, name: str) -> None:
     own, view = host.own(), host.view
     if own is None or view is None:
         return
-    if host.barrier() is not None:
+    if (headers := host.barrier()) is not None:
+        if host.failed and any(header.samples for header in headers if header.finite):
+            return  # it reduces, in vain: what its header said stands
         world.look_at_data(host)
         core = host.core
         if core is None or host.view is not view or host.own() != own:
