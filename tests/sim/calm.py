@@ -51,6 +51,7 @@ def turn(world: World) -> None:
             world.detector.truth(host, world.hosts)
         if host.up and number % 2 == 0:
             world.act(host, lambda core, now: core.tick(now))
+            world.stand_aside(host)
         if host.up and host.trainer is not None:
             shell(world, host, number)
 

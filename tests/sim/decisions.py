@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Ready, Stopped, Verdict
+from p2p_dmc.core.agreement_messages import Ready, Verdict
 from tests.sim import calm
 from tests.sim.host import Host
-from tests.sim.network import Farewell
 from tests.sim.world import Decision, World
 
 VERBS: dict[str, Callable[..., None]] = {}
@@ -203,12 +202,14 @@ def withdraw(world: World, name: str, in_hand: str = "") -> None:
     if host is None or host.trainer is None or host.core is None or host.outcome:
         return
     world.faults += 1
-    host.lose_trainer(in_hand=bool(in_hand))
-    stopped: Stopped = host.core.withdraw()
-    world.say(host, "withdraws")
-    for other in world.hosts.values():
-        if other is not host:
-            world.network.send(name, other.peer_id, Farewell(stopped, tuple(host.strikes)))
+    world.withdraw(host, host.core, in_hand=bool(in_hand))
+
+
+@verb
+def aside(world: World, name: str) -> None:
+    """aside A: it stands aside, if it alone has heard nothing of somebody for long."""
+    if (host := _host(world, name)) is not None:
+        world.stand_aside(host)
 
 
 @verb

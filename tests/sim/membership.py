@@ -111,7 +111,16 @@ class Detector:
             self.ages.behind_the_dead += promised.version < last[1]
 
     def truth(self, host: Host, hosts: dict[str, Host]) -> None:
-        """This host's detector has caught up with what is."""
+        """This host's detector has caught up with what is; where it hears nothing itself, others probe for it."""
+
+        def heard_by_a_third(other: Host) -> bool:
+            both_ways = self.network.both_ways
+            return any(
+                both_ways(host.peer_id, third.peer_id) and both_ways(third.peer_id, other.peer_id)
+                for third in hosts.values()
+                if third is not host and third is not other and third.up
+            )
+
         for other in hosts.values():
             if other is host or not host.up:
                 continue
@@ -120,5 +129,7 @@ class Detector:
                     self.hear(host, other)
                 elif other.boot:
                     self.see_crash(host, other)
+            elif other.up and heard_by_a_third(other):
+                self.tell(host, other, other.boot, Verdict.REACHABLE)
             else:
                 self.suspect(host, other)

@@ -123,6 +123,21 @@ class Stage:
             self.say(host, "rejoins")
             self.act(host, lambda core, now: core.rejoin(now))
 
+    def withdraw(self, host: Host, core: Agreement, *, in_hand: bool) -> None:
+        """Its trainer is gone, perhaps with samples in hand; its agent says so."""
+        host.lose_trainer(in_hand=in_hand)
+        stopped = core.withdraw()
+        self.say(host, "withdraws")
+        for other in self.hosts.values():
+            if other is not host:
+                self.network.send(host.peer_id, other.peer_id, Farewell(stopped, tuple(host.strikes)))
+
+    def stand_aside(self, host: Host) -> None:
+        """It does once it is cut off from somebody whom others hear; `rejoin` ends it."""
+        core = host.core
+        if core is not None and host.trainer is not None and not host.outcome and core.cut_off_from:
+            self.withdraw(host, core, in_hand=False)
+
     def say(self, host: Host, line: str) -> None:
         if self.trace is not None:
             self.trace(f"{self.now:7d} {host.peer_id}.{host.boot} {line}")
