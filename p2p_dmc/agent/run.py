@@ -25,7 +25,7 @@ from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
 from p2p_dmc.agent.view_opening import out_of_date, report_given_up
 from p2p_dmc.agent.views import Views
-from p2p_dmc.agent.work import ProposalPayload, bitmap, encode_payload
+from p2p_dmc.agent.work import InFlight, ProposalPayload, bitmap, encode_payload
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementSettings,
@@ -78,7 +78,7 @@ class Run:
         self.measured, self.waiting = Measured(), ""
         self.stood_in = 0
         """Epoch of the last view that honoured this peer's claims; 0 when they are dead."""
-        self.in_flight: tuple[int, int] | None = None
+        self.in_flight: InFlight | None = None
         self.parked = False
         """The trainer waits for a view, and does nothing but reduce until it trains in one."""
         self.said_failed: messages.GroupFailed | None = None

@@ -12,7 +12,7 @@ from p2p_dmc.agent.barrier import Barrier, BarrierResult
 from p2p_dmc.agent.course import Course, Outcome
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.work import Work, decode_payload
+from p2p_dmc.agent.work import InFlight, Work, decode_payload
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.ledger import Ledger, Stretch
@@ -98,7 +98,7 @@ class Training:
         self.frozen = False
         self.frozen_s = 0.0
         self.committed_round: tuple[int, int] = held.ref.lineage
-        self.in_flight: tuple[int, int] | None = None
+        self.in_flight: InFlight | None = None
         """The round whose header I said: if it turns out complete elsewhere, my samples are in it."""
         self._given_up = ledger.given_up_since(held.ledger)
         """Quarantined or lost as the view opened; the first complete round puts it on record."""
@@ -173,7 +173,8 @@ class Training:
             self.measured.speed = (
                 (3 * self.measured.speed + fresh) // 4 if self.measured.speed else max(1, fresh)
             )
-        self.in_flight = (self.view.view_epoch, said.round) if said.finite else None
+        lineage = (self.view.view_epoch, said.round)
+        self.in_flight = InFlight(lineage, said.samples) if said.finite else None
         self._say(
             self._header(
                 samples=said.samples,

@@ -10,7 +10,7 @@ from p2p_dmc.agent.run_files import load_names, save_run
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work
-from p2p_dmc.core.agreement_messages import Lineage, StateRef, View
+from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.core.ledger import Ledger, sample_permutation
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
@@ -26,18 +26,18 @@ MOST_KEYS = 16
 """Keys of skipped samples that an event names; a lost shard has many more."""
 
 
-def local_mode(start: StateRef, *, honoured: bool, base: StateRef | None, in_flight: Lineage | None) -> Local:
+def local_mode(start: StateRef, *, honoured: bool, base: StateRef | None, counted: bool) -> Local:
     """What becomes of the trainer's local parameters (see ``wire.trainer_messages.Local``).
 
     ``honoured``: the view counts this peer's claims. ``base``: the state that the trainer's parameters come from, None
-    for a new trainer: not by its lineage alone, for initial models share theirs. ``in_flight``: the round whose header
-    this peer said; when that is the start state, the round was completed by others and this peer's samples are in it.
+    for a new trainer: not by its lineage alone, for initial models share theirs. ``counted``: the start is the round
+    whose header this peer said last, and its samples are in it (``work.in_start``).
     """
     if not honoured or base is None:
         return Local.RESET
     if start == base:
         return Local.KEEP
-    return Local.COUNTED if start.lineage == in_flight else Local.RESET
+    return Local.COUNTED if counted else Local.RESET
 
 
 def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) -> ViewStarted:

@@ -20,7 +20,7 @@ from p2p_dmc.agent.view_opening import (
     report_view,
     view_started,
 )
-from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, opening_ledger
+from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, in_start, opening_ledger
 from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
@@ -159,7 +159,7 @@ class Views:
             view.start,
             honoured=run.stood_in > 0 and not gave_up_claims(payloads[me], ledger),
             base=self._trainer_base,
-            in_flight=run.in_flight,
+            counted=in_start(run.in_flight, view.start, payloads[me], held.ledger),
         )
         work = Work.for_view(view, me, ledger, keep_leases=mode != Local.RESET)
         if view.learners:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from p2p_dmc.core.agreement_messages import View
+from p2p_dmc.core.agreement_messages import Lineage, StateRef, View
 from p2p_dmc.core.assignment import Assignment, assign, granted
 from p2p_dmc.core.ledger import Ledger, Stretch, common
 from p2p_dmc.errors import RemoteProtocolError
@@ -151,6 +152,30 @@ def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
         return bool(payload.claims)
     claims = to_stretches(payload.claims, ledger)
     return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
+
+
+class InFlight(NamedTuple):
+    """The round whose header this peer said, and how many samples it was to count of its."""
+
+    lineage: Lineage
+    samples: int
+
+
+def in_start(in_flight: InFlight | None, start: StateRef, payload: ProposalPayload, ledger: Ledger) -> bool:
+    """Whether the start state is that round, completed by others, and the samples are in it.
+
+    Its number does not tell: where nobody but one side knows a view, the other may have another one of that number.
+    ``payload``: this peer's, whose claims begin with those samples. ``ledger``: that of the start state.
+    """
+    if in_flight is None or in_flight.lineage != start.lineage:
+        return False
+    left = in_flight.samples
+    for stretch in to_stretches(payload.claims, ledger):
+        first = (stretch.lo, min(stretch.hi, stretch.lo + left))
+        if left and common((first,), ledger.open_positions(stretch.shard)):
+            return False
+        left = max(0, left - len(stretch))
+    return True
 
 
 class Work:

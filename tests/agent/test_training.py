@@ -221,7 +221,7 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     m = two(tmp_path)
     host = m.host
     leased = m.consume(6)
-    assert size(leased) == 6 and m.training.in_flight == (1, 1)
+    assert size(leased) == 6 and m.training.in_flight is not None and m.training.in_flight.lineage == (1, 1)
     ((to, mine),) = host.mail
     assert to == peer(2) and (mine.view_epoch, mine.round, mine.samples, mine.digest) == (
         1,
@@ -313,7 +313,7 @@ def test_a_result_after_the_freeze_is_refused_and_changes_nothing(tmp_path: Path
     assert (
         size(tuple((s.shard, s.lo, s.hi) for s in m.training.work.claims())) == 6
     )  # claimed in the next view
-    assert m.training.in_flight == (1, 1)
+    assert m.training.in_flight is not None and m.training.in_flight.lineage == (1, 1)
 
 
 def test_a_frozen_training_does_nothing_more(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from p2p_dmc.agent.takeovers import Takeover, takeovers
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
+    InFlight,
     ProposalPayload,
     Strike,
     Work,
@@ -22,6 +23,7 @@ from p2p_dmc.agent.work import (
     encode_payload,
     from_bitmap,
     gave_up_claims,
+    in_start,
     opening_ledger,
     to_stretches,
     unreachable,
@@ -254,24 +256,41 @@ START, BASE, OTHER = state_ref(5, 9), state_ref(5, 9), state_ref(5, 8)
 
 
 @pytest.mark.parametrize(
-    ("honoured", "base", "in_flight", "mode"),
+    ("honoured", "base", "counted", "mode"),
     [
-        (True, BASE, None, Local.KEEP),
-        (True, BASE, (5, 10), Local.KEEP),
-        (True, state_ref(5, 9, b"i"), None, Local.RESET),
-        (True, OTHER, (5, 9), Local.COUNTED),
-        (True, OTHER, None, Local.RESET),
-        (True, OTHER, (5, 10), Local.RESET),
-        (True, state_ref(4, 9), (5, 9), Local.COUNTED),
-        (True, None, (5, 9), Local.RESET),
-        (False, BASE, None, Local.RESET),
-        (False, OTHER, (5, 9), Local.RESET),
+        (True, BASE, False, Local.KEEP),
+        (True, BASE, True, Local.KEEP),
+        (True, state_ref(5, 9, b"i"), False, Local.RESET),
+        (True, OTHER, True, Local.COUNTED),
+        (True, OTHER, False, Local.RESET),
+        (True, state_ref(4, 9), True, Local.COUNTED),
+        (True, None, True, Local.RESET),
+        (False, BASE, False, Local.RESET),
+        (False, OTHER, True, Local.RESET),
     ],
 )
-def test_local_mode(
-    honoured: bool, base: StateRef | None, in_flight: tuple[int, int] | None, mode: Local
+def test_local_mode(honoured: bool, base: StateRef | None, counted: bool, mode: Local) -> None:
+    assert local_mode(START, honoured=honoured, base=base, counted=counted) is mode
+
+
+@pytest.mark.parametrize(
+    ("lineage", "samples", "settled", "counted"),
+    [
+        ((5, 9), 3, [(0, 0, 2), (1, 5, 6)], True),
+        ((5, 9), 3, [(0, 0, 2), (1, 5, 8)], True),
+        ((5, 9), 3, [(0, 0, 2)], False),  # the start is another view's round of this number
+        ((5, 9), 3, [(1, 5, 6)], False),
+        ((5, 9), 0, [], True),
+        ((5, 8), 3, [(0, 0, 2), (1, 5, 6)], False),
+    ],
+)
+def test_a_header_is_in_the_start_if_its_samples_are(
+    lineage: tuple[int, int], samples: int, settled: list[Plain], counted: bool
 ) -> None:
-    assert local_mode(START, honoured=honoured, base=base, in_flight=in_flight) is mode
+    mine = payload(claims=((0, 0, 2), (1, 5, 8)))
+    start = ledger().advance([stretch(*one) for one in settled])
+    assert in_start(InFlight(lineage, samples), START, mine, start) is counted
+    assert not in_start(None, START, mine, start)
 
 
 # -- strikes and lost shards ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
+    InFlight,
     ProposalPayload,
     Strike,
     Work,
@@ -18,11 +19,12 @@ from p2p_dmc.agent.work import (
     decode_payload,
     encode_payload,
     gave_up_claims,
+    in_start,
     opening_ledger,
 )
 from p2p_dmc.core.adacomm import RoundFacts
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Lineage, MemberId, Promises, StateRef, Verdict, View
+from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, Verdict, View
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.wire.trainer_messages import Local
 from tests.sim.collective import Collective
@@ -156,7 +158,7 @@ class Host:
         self.models: dict[bytes, Model] = {}
         self.committed: Model | None = None
         self.stood_in = 0
-        self.in_flight: Lineage | None = None
+        self.in_flight: InFlight | None = None
         self.carried: Pieces = ()
         self.strikes: list[Strike] = []
         self.counted_keys: tuple[tuple[str, int, int], ...] = ()
@@ -280,7 +282,7 @@ class Host:
             view.start,
             honoured=self.stood_in > 0 and not gave_up_claims(mine, ledger),
             base=trainer.base,
-            in_flight=self.in_flight,
+            counted=in_start(self.in_flight, view.start, mine, start.ledger),
         )
         me = view.voters.index(self.member)
         work = Work.for_view(among_voters(view), me, ledger, keep_leases=mode is not Local.RESET)

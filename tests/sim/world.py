@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from p2p_dmc.agent.work import InFlight
 from p2p_dmc.core.agreement_messages import View
 from tests.sim.collective import Collective
 from tests.sim.host import DOWNLOAD_STEPS, KEPT_ROUNDS, Header, Host
@@ -67,7 +68,8 @@ class World(Stage):
                 return  # that was cause enough to leave the view
             host.step(samples, prefetch)
             header = host.header(samples=host.trainer.consumed, finite=finite)
-            host.in_flight = (host.view.view_epoch, host.round) if finite else None
+            lineage = (host.view.view_epoch, host.round)
+            host.in_flight = InFlight(lineage, host.trainer.consumed) if finite else None
         self.events += 1
         self.say_header(host, header, lost)
 

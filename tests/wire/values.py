@@ -37,6 +37,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "digest": DIGESTS,
     "history": st.one_of(st.just(b""), DIGESTS),
     "courted": st.one_of(st.just(b""), DIGESTS),
+    "minted": st.one_of(st.just(b""), DIGESTS),
     "timeout_ms": st.integers(1, 600_000),
 }
 """Fields of the cores' messages that are checked when they are built."""
