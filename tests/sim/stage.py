@@ -208,7 +208,12 @@ class Stage:
             return
         message = self.network.take(source, destination, index, keep=keep)
         core, linked = host.core, self.network.linked(source, destination)
-        if message is None or core is None or host.outcome or not linked:
+        if message is None or core is None or not linked:
+            return
+        if host.outcome:
+            asking = self.hosts[source]
+            if host.outcome == "finished" and asking.up and self.network.linked(destination, source):
+                self.finished(asking, host.held)  # it has not heard yet
             return
         if isinstance(message, Farewell):
             host.learn_strikes(message.strikes)
@@ -227,6 +232,10 @@ class Stage:
 
     def _judge(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None) -> None:
         self.act(host, lambda core, now: core.verdict(other.peer_id, boot, verdict, now, version=version))
+
+    def finished(self, host: Host, model: Model) -> None:
+        """The run ended with that state."""
+        raise NotImplementedError
 
     def _installed(self, host: Host, view: View) -> None:
         """A view stands there: what that means for its rounds."""
