@@ -29,20 +29,30 @@ class Aside:
 
     def look(self) -> bool:
         """Call at each tick: whether there is nothing to do but to wait."""
-        now_s, agreement = time.monotonic(), self._run.agreement
+        run, now_s = self._run, time.monotonic()
+        agreement = run.agreement
         if agreement is None:
             return False
         if self._until_s is not None:
-            if now_s < self._until_s:
+            if (
+                now_s < self._until_s or not run.desk.up
+            ):  # without a trainer there is nothing to come back with
                 return True
             self._until_s, self._tries_until_s = None, now_s + TRY_S
-            self._run.act(agreement.rejoin(now_ms()))
+            run.act(agreement.rejoin(now_ms()))
             return False
-        in_vain = self._tries_until_s is not None and now_s >= self._tries_until_s
-        if agreement.cut_off_from or (in_vain and self._run.training is None):
+        if run.rounds is not None:  # it was let in: what comes of that is for the reductions to show
+            self._tries_until_s = None
+        in_vain = self._tries_until_s is not None and now_s >= self._tries_until_s and run.desk.up
+        if agreement.cut_off_from or in_vain:
             self._stand_aside(agreement.cut_off_from or self._missed, now_s)
             return True
         return False
+
+    @property
+    def stands(self) -> bool:
+        """It does now: its trainer may come and go meanwhile."""
+        return self._until_s is not None
 
     def trains(self) -> None:
         """A round is complete: everybody in it can be reached."""

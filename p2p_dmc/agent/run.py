@@ -176,7 +176,7 @@ class Run:
                 now_ms=now_ms(),
             )
             self.services.replay_verdicts(self)
-        elif self.agreement is not None:
+        elif self.agreement is not None and not self.aside.stands:
             self.act(self.agreement.rejoin(now_ms()))
         self.services.meta_changed()
         self.event("trainer_ready")

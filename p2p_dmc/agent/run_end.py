@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
+from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -86,10 +87,10 @@ class RunEnd:
             ):  # without the state on disk this peer has no memory of it, and no vote, at the next start
                 run.save_closed()
             run.to_trainer(local.TrainerStop(reason="the run was stopped"))
-        if run.view is not None:
-            for member in run.view.members:
-                if member != run.me:
-                    self.tell(member.peer_id, held, finished)
+        peers = {peer.peer_id for peer in others(run.services, run.name)}  # some may stand aside
+        peers |= {member.peer_id for member in run.view.members} if run.view is not None else set()
+        for peer_id in sorted(peers - {run.me.peer_id}):
+            self.tell(peer_id, held, finished)
         self.over("finished" if finished else "stopped", path)
 
     async def save_before_leaving(self) -> None:

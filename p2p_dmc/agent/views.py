@@ -71,6 +71,7 @@ class Views:
     def forget(self) -> None:
         """Whatever this peer had in hand is others' now: it takes no part, or another history's."""
         self.end()
+        self._run.end.round_over()
         self.stop_learning()
         self._run.stood_in, self._trainer_base, self._run.in_flight = 0, None, None
 

@@ -86,19 +86,20 @@ class Agreement(AgreementMachine):
 
     @property
     def cut_off_from(self) -> tuple[str, ...]:
-        """Members of whom this peer has long heard nothing while others agree with it: it had better stand aside.
+        """Members of whom this peer alone has long heard nothing: it had better stand aside.
 
-        Membership calls them alive, so others hear them, and only the way between the two is broken: neither could
-        complete a round with the other, and both would wait for each other for ever. Of two the greater gives way
-        first, and whoever misses several before those that miss only it; the other one if that does not help (it need
-        not miss anybody: the way may be broken in one direction).
+        Somebody has installed the view that this peer still waits for, so it has heard everybody: only the ways between
+        this peer and those that it misses are broken. No round can be had with both of two such, and all would wait.
+        Of two the greater gives way first, and whoever misses several before those that miss only it; the other one if
+        that does not help (it need not miss anybody: a way may be broken in one direction). Nobody gives way without
+        whom the others would be too few.
         """
         attempt = self._attempt
         if attempt is None or self.left_out or self.me.peer_id not in attempt.voters:
             return ()
-        unheard = attempt.unheard()
-        missed = tuple(peer for peer in unheard if not self._book.gone(peer))
-        if not missed or len(attempt.members) < len(unheard) + 2:
+        missed = tuple(attempt.unheard())
+        heard_all = any(word.installed and word.sets == attempt.sets for word in attempt.words.values())
+        if not missed or not heard_all or not self._enough_without_me():
             return ()
         since_ms = max(self._waits_since_ms, *(self._heard_ms.get(peer, 0) for peer in missed))
         first = self.me.peer_id > max(missed)

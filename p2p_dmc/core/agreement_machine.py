@@ -178,7 +178,10 @@ class AgreementMachine(AgreementState):
             attempt.resend_gap_ms = min(self._settings.resend_max_ms, 2 * attempt.resend_gap_ms)
             attempt.resend_at_ms = self._now + attempt.resend_gap_ms
             asking = replace(attempt.words[me], asks=True)
-            for peer in attempt.unheard():
+            late = 2 * (self._now - self._waits_since_ms) >= self._settings.link_patience_ms
+            for peer in (
+                attempt.members if late else attempt.unheard()
+            ):  # somebody may have heard them all by now
                 self._send(peer, asking)
 
     def _silent(self, attempt: Attempt) -> set[str]:

@@ -201,6 +201,17 @@ class AgreementState:
         counted = [member for member in view.voters if member in votes or not self._uncounted(member, view)]
         return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
 
+    def _enough_without_me(self) -> bool:
+        """Whether those of the last view that can be reached may go on once this peer has given its vote back."""
+        if self._last is None:
+            return False
+        others = [member for member in self._last.voters if member != self.me]
+        votes = [member for member in others if not self._lost(member)]
+        counted = [member for member in others if member in votes or not self._uncounted(member, self._last)]
+        return 2 * len(votes) > len(counted) or (
+            2 * len(votes) == len(counted) and self._last.voters[0] in votes
+        )
+
     def _uncounted(self, member: MemberId, view: View) -> bool:
         if member.peer_id in self._evicted:
             return True

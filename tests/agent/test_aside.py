@@ -22,7 +22,8 @@ class World:
         agreement = SimpleNamespace(cut_off_from=(), rejoin=lambda now: "rejoins")
         self.run = SimpleNamespace(
             agreement=agreement,
-            training=None,
+            rounds=None,
+            desk=SimpleNamespace(up=True),
             waiting="",
             act=self.done.append,
             event=lambda event, **facts: self.done.append(f"{event} {facts['seconds']:g} {facts['missed']}"),
@@ -88,12 +89,28 @@ def test_a_round_ends_all_that(world: World) -> None:
     assert world.after(1) and "again in 10 s" in world.run.waiting
 
 
-def test_a_voter_that_waits_for_its_first_round_does_not_try_in_vain(world: World) -> None:
+def test_whoever_was_let_in_does_not_try_in_vain(world: World) -> None:
+    """As a learner it may need long; as a voter it may wait for its first round."""
     world.miss("b")
     world.after(1)
     world.miss()
     assert not world.after(FIRST_S)
-    world.run.training = cast(Any, SimpleNamespace())
+    world.run.rounds = cast(Any, SimpleNamespace())
+    assert not world.after(TRY_S - 1) and not world.after(TRY_S + 1)
+    world.run.rounds = None
+    assert not world.after(TRY_S + 1)
+
+
+def test_a_trainer_that_dies_meanwhile_comes_back_to_a_peer_that_still_stands_aside(world: World) -> None:
+    """And the peer does not come back without one."""
+    world.miss("b")
+    world.after(1)
+    world.miss()
+    world.run.desk.up = False
+    assert world.after(FIRST_S + 5) and world.aside.stands and "rejoins" not in world.done
+    world.run.desk.up = True
+    assert not world.after(1) and not world.aside.stands and world.done[-1] == "rejoins"
+    world.run.desk.up = False
     assert not world.after(TRY_S + 1)
 
 

@@ -543,6 +543,28 @@ class TestBrokenWay:
         cluster["b"].left_out = True  # of a view that it heard of; its own attempt has a greater number
         assert not cluster["b"].cut_off_from
 
+    def test_nobody_stands_aside_for_one_that_nobody_hears(self) -> None:
+        """Its agent answers probes, or one that is in no view hears it. Votes that are given back would be missed."""
+        ways = {(x, "d") for x in "abc"} | {("d", x) for x in "abc"}
+        cluster = self.broken(ways, "abcd")
+        cluster.wait(60_000)
+        assert [cluster[name].cut_off_from for name in "abcd"] == [(), (), (), ()]
+        cluster.verdict("d", UNREACHABLE, by="abc")
+        cluster.deliver()
+        cluster.standing("abc")
+
+    def test_nobody_stands_aside_without_whom_the_others_are_too_few(self) -> None:
+        """Mended, the way serves again at once."""
+        cluster = self.broken({("c", "d"), ("d", "c")}, "abcde")
+        for name in "ae":
+            cluster.down.add(name)
+            cluster.verdict(name, UNREACHABLE, by="bcd")
+        cluster.wait(60_000)
+        assert [cluster[name].cut_off_from for name in "bcd"] == [(), (), ()]
+        cluster.cut.clear()
+        cluster.wait(3_000)
+        cluster.standing("bcd")
+
     def test_nobody_stands_aside_for_one_that_is_gone_or_of_whom_nothing_else_is_missing(self) -> None:
         cluster = self.broken({("a", "b"), ("b", "a")})
         cluster.verdict("a", UNREACHABLE, by="b")

@@ -13,6 +13,8 @@ import torch
 
 from p2p_dmc.errors import RunStopped
 from p2p_dmc.train.collective import CollectiveError, ViewGroup
+from p2p_dmc.train.link import AgentLink
+from p2p_dmc.wire import codec
 from p2p_dmc.wire import trainer_messages as tm
 from tests.train.scripted import ScriptedAgent
 from tests.train.test_loop import Script, all_stretches, first
@@ -298,19 +300,28 @@ def test_a_view_that_follows_at_once_expects_the_same_round(agent: ScriptedAgent
     assert not one.batches and one.w == 7.0
 
 
-def test_a_view_to_learn_in_parks_by_itself(agent: ScriptedAgent, group: Group) -> None:
-    inside, go_on = threading.Event(), threading.Event()
+def test_a_view_to_learn_in_parks_by_itself(
+    agent: ScriptedAgent, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, arrived = threading.Event(), threading.Event()
+    receive = AgentLink._receive
+
+    def look_and_receive(link: AgentLink, data: bytes) -> None:
+        receive(link, data)
+        if getattr(codec.decode(data), "local", None) is tm.Local.LEARN:
+            arrived.set()
+
+    monkeypatch.setattr(AgentLink, "_receive", look_and_receive)
 
     def on_batch() -> None:
         inside.set()
-        assert go_on.wait(10)
+        assert arrived.wait(10)
 
     def script(agent: ScriptedAgent) -> None:
         agent.begin(anchor=[1.0])
         agent.lease(*all_stretches(agent))
         assert inside.wait(10)
         learn(agent)
-        go_on.set()
         assert reduce(agent, 3).tolist() == [2.0]
         assert silent(agent) and len(one.batches) == 1
         agent.send(tm.TrainerStop(reason=""))
