@@ -361,15 +361,6 @@ class AgreementMachine(AgreementState):
             return False
         return True
 
-    def _history_of(self, word: Propose) -> bytes:
-        """What a word is judged by where a view founds a history: its members said their words in the one before."""
-        view, inside = self.view, self.me.peer_id in word.members
-        if view is not None and word.sender in view.members and word.n == view.view_epoch:
-            return (
-                self.history if word.history == view.parent else word.history
-            )  # it has not installed this view
-        return word.history if inside and word.minted != self.history else word.minted or word.history
-
     def _on_propose(self, word: Propose) -> None:
         if not self._fenced(word.sender, self._history_of(word)) or not self._book.hear_word(word):
             return

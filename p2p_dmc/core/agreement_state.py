@@ -138,6 +138,15 @@ class AgreementState:
         """The history that this peer has been in, or was asked to join."""
         return self.history or self._courted
 
+    def _history_of(self, word: Propose) -> bytes:
+        """What a word is judged by where a view founds a history: its members said their words in the one before."""
+        view, inside = self.view, self.me.peer_id in word.members
+        if view is not None and word.sender in view.members and word.n == view.view_epoch:
+            return (
+                self.history if word.history == view.parent else word.history
+            )  # it has not installed this view
+        return word.history if inside and word.minted != self.history else word.minted or word.history
+
     def _promised_in(self, history: bytes) -> tuple[ViewRef, ...]:
         """What whoever decides about a view of this history has to know; b"" for the founding of one: all of it."""
         former = {view for old in self._given_up if history in (b"", old.history) for view in old.pending}
