@@ -87,7 +87,7 @@ def test_a_view_of_one_may_give_way_to_the_next_within_a_message(tmp_path: Path,
     assert run.training is None and run.in_flight == (1, 2)
 
 
-@pytest.mark.parametrize("end", ["complete", "frozen"])
+@pytest.mark.parametrize("end", ["complete", "frozen", "over", "trainer lost"])
 def test_a_peer_that_leaves_ends_its_round_and_begins_no_other(tmp_path: Path, end: str) -> None:
     around = surroundings(tmp_path)
     run = in_a_view_of_two(around)
@@ -101,6 +101,7 @@ def test_a_peer_that_leaves_ends_its_round_and_begins_no_other(tmp_path: Path, e
         freeze=lambda: None,
         view=run.view,
         barrier=barrier,
+        work=SimpleNamespace(claims=lambda: ()),
     )
     run.training = cast(Any, training)
     run.trainer_message(plain(RoundReady))
@@ -108,11 +109,16 @@ def test_a_peer_that_leaves_ends_its_round_and_begins_no_other(tmp_path: Path, e
     barrier.own = plain(RoundHeader)
 
     async def life() -> None:
+        run.end.round_over()  # an earlier one
         leaving = asyncio.ensure_future(run.end.leave_between_rounds())
         await asyncio.sleep(0)
         assert not leaving.done()
         if end == "complete":
             run.hold(state(slots, (1, 2)))
+        elif end == "over":
+            run.end.over("finished", "")
+        elif end == "trainer lost":
+            run.views.forget()
         else:
             run.views.frozen()
         await asyncio.wait_for(leaving, 1)
@@ -131,6 +137,10 @@ def test_leaving_waits_where_a_round_may_end_and_not_for_ever(
     for frozen, barrier in ((True, said), (False, stepping)):
         run.training = cast(Any, SimpleNamespace(frozen=frozen, barrier=barrier))
         asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))
+    run.training = cast(Any, SimpleNamespace(frozen=False, barrier=said))
+    run.end._closing = True  # all have agreed on the end
+    asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))
+    run.end._closing = False
     monkeypatch.setattr(run_end, "LAST_ROUND_S", 0.01)
     run.training = cast(Any, SimpleNamespace(frozen=False, barrier=said))
     asyncio.run(asyncio.wait_for(run.end.leave_between_rounds(), 1))
@@ -307,6 +317,26 @@ def test_a_newcomer_whose_hosts_are_gone_joins_those_that_go_on(tmp_path: Path) 
     run._enter()
     saved = load_record(run.folder)
     assert saved is not None and (saved.promises.courted, saved.promises.n) == (b"2" * 16, 3)
+
+
+def test_whoever_is_left_out_says_at_once_that_it_has_no_view(tmp_path: Path) -> None:
+    """Others would ask it to be let into that, and nobody would begin anew."""
+    around = surroundings(tmp_path)
+    told: list[bool] = []
+    around.services = replace(around.services, meta_changed=lambda: told.append(True))
+    run = in_a_view_of_two(around)
+    nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
+    run.agreement = cast(
+        Agreement, SimpleNamespace(left_out=True, frozen=False, cut_off_from=(), tick=lambda now: nothing)
+    )
+    view = SimpleNamespace(view_epoch=1)
+    work = SimpleNamespace(claims=lambda: ())
+    run.training = cast(
+        Any, SimpleNamespace(frozen=True, frozen_s=0.0, freeze=lambda: None, view=view, work=work)
+    )
+    run.desk.up = False
+    run.tick()
+    assert told and run.training is None and run.stood_in == 0
 
 
 @pytest.mark.parametrize("mode", ["training", "learning"])
