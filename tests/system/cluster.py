@@ -292,12 +292,12 @@ class Cluster:
         peer.start(arguments)
 
     def listening(self, peer: Peer) -> str:
-        """Wait until its agent listens; its address."""
+        """Wait until its agent listens and has said who it is; its address."""
 
         def announced() -> str:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 facts = json.loads((peer.home / "agent.json").read_text())
-                return str(facts["address"]) if facts["pid"] == peer.pid else ""
+                return str(facts["address"]) if facts["pid"] == peer.pid and peer.events("started") else ""
             return ""
 
         peer.address = self.wait(announced, f"{peer.name} listens")
