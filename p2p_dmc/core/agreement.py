@@ -258,7 +258,10 @@ class Agreement(AgreementMachine):
         return self._finish()
 
     def complete(self, state: StateRef, now_ms: int) -> Ready:
-        """Record a round's result. Refused when frozen, behind, or when it is not the view's next round."""
+        """Record a round's result. Refused when frozen, behind, or when it is not the view's next round.
+
+        Nothing is proposed in the same breath: what a proposal says of this peer's work has to know the round.
+        """
         self._begin(now_ms)
         view = self.view
         expected = None if view is None else (view.view_epoch, self.completed.lineage[1] + 1)
@@ -273,7 +276,7 @@ class Agreement(AgreementMachine):
         if self._base != view.ref:
             self._base = view.ref
             self._promise_to(view.peers)
-        return self._finish()
+        return self._ready()
 
     def foreign_header(self, peer_id: str, view_epoch: int, now_ms: int) -> Ready:
         """A peer's header (or any word of a round) names another view than the one that stands here.

@@ -30,6 +30,9 @@ class AgreementMachine(AgreementState):
 
     def _finish(self) -> Ready:
         self._progress()
+        return self._ready()
+
+    def _ready(self) -> Ready:
         return Ready(
             froze=self._froze,
             persist=self.promises if self._persist else None,

@@ -573,3 +573,13 @@ class TestBrokenWay:
         alone = self.broken({("a", "b"), ("b", "a")}, "ab")
         alone.wait(60_000)
         assert alone["a"].cut_off_from == alone["b"].cut_off_from == ()
+
+
+def test_nothing_is_proposed_in_the_breath_that_completes_a_round() -> None:
+    """What a proposal says of this peer's work would not know the round yet: the shell hears of it afterwards."""
+    cluster = Cluster("a").run("a")
+    core, view = cluster["a"], cluster.standing("a")
+    core._wanted_at_once = "the collective failed"  # it waits for the pause between changes to end
+    done = cluster.do("a", core.complete(state(view.view_epoch, core.completed.lineage[1] + 1), cluster.now))
+    assert done.accepted and done.installed is None and cluster.standing("a") == view
+    assert cluster.do("a", core.tick(cluster.now)).installed is not None

@@ -100,9 +100,11 @@ def repeat(world: World, name: str) -> None:
     own, view = host.own(), host.view
     if own is None or view is None:
         return
-    if (headers := host.barrier()) is not None:
-        if host.failed and any(header.samples for header in headers if header.finite):
-            return  # it reduces, in vain: what its header said stands
+    headers = host.barrier()
+    in_vain = host.failed and headers is not None and any(h.samples for h in headers if h.finite)
+    if in_vain and not host.learning:
+        return  # it reduces all the same: what its header said stands
+    if headers is not None and not in_vain:
         world.look_at_data(host)
         core = host.core
         if core is None or host.view is not view or host.own() != own:
