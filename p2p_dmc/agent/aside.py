@@ -34,10 +34,8 @@ class Aside:
         if agreement is None:
             return False
         if self._until_s is not None:
-            if (
-                now_s < self._until_s or not run.desk.up
-            ):  # without a trainer there is nothing to come back with
-                return True
+            if now_s < self._until_s or not run.desk.up:
+                return True  # without a trainer there is nothing to come back with
             self._until_s, self._tries_until_s = None, now_s + TRY_S
             run.act(agreement.rejoin(now_ms()))
             return False

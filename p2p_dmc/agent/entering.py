@@ -30,9 +30,7 @@ class Step:
 
     found: tuple[str, ...] = ()
     ask: tuple[str, ...] = ()
-    court: bytes = (
-        b""  # history to join instead of the one that this newcomer was asked to join, which is not here
-    )
+    court: bytes = b""  # history to join instead of the courting one, of which nobody is here
     yield_to: bytes = b""  # history to give mine up for: it has committed more, or took mine's place
     replaced: bool = False  # it took mine's place
     waiting: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
@@ -142,9 +142,8 @@ class AgreementState:
         """What a word is judged by where a view founds a history: its members said their words in the one before."""
         view, inside = self.view, self.me.peer_id in word.members
         if view is not None and word.sender in view.members and word.n == view.view_epoch:
-            return (
-                self.history if word.history == view.parent else word.history
-            )  # it has not installed this view
+            uninstalled = word.history == view.parent  # the sender has not installed this view yet
+            return self.history if uninstalled else word.history
         return word.history if inside and word.minted != self.history else word.minted or word.history
 
     def _promised_in(self, history: bytes) -> tuple[ViewRef, ...]:
@@ -207,7 +206,11 @@ class AgreementState:
         causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
         causes |= {member for member in view.voters if member.peer_id in self._strays}  # it asks to be let in
         votes = [member for member in view.voters if member in causes and not self._lost(member)]
-        counted = [member for member in view.voters if member in votes or not self._uncounted(member, view)]
+        return self._enough(votes, view.voters, view)
+
+    def _enough(self, votes: Sequence[MemberId], voters: Sequence[MemberId], view: View) -> bool:
+        """More than half of those voters that count, or half of them with the view's first."""
+        counted = [member for member in voters if member in votes or not self._uncounted(member, view)]
         return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
 
     def _enough_without_me(self) -> bool:
@@ -216,10 +219,7 @@ class AgreementState:
             return False
         others = [member for member in self._last.voters if member != self.me]
         votes = [member for member in others if not self._lost(member)]
-        counted = [member for member in others if member in votes or not self._uncounted(member, self._last)]
-        return 2 * len(votes) > len(counted) or (
-            2 * len(votes) == len(counted) and self._last.voters[0] in votes
-        )
+        return self._enough(votes, others, self._last)
 
     def _uncounted(self, member: MemberId, view: View) -> bool:
         if member.peer_id in self._evicted:

@@ -352,7 +352,7 @@ def test_whoever_is_in_a_view_looks_for_rivals(
     )
     looked: list[bool] = []
     setattr(run, mode, SimpleNamespace(frozen=False, serve_lease=lambda: None, repeat=lambda: None))
-    run.rivals.look = lambda: looked.append(True)  # type: ignore[method-assign]
+    monkeypatch.setattr(run.rivals, "look", lambda: looked.append(True))
     run.tick()
     assert looked
 
