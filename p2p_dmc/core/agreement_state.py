@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
@@ -20,6 +20,9 @@ from p2p_dmc.core.agreement_messages import (
     ViewRef,
 )
 from p2p_dmc.core.quorum import Decision, Quorum
+
+if TYPE_CHECKING:
+    import random
 
 
 class AgreementState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from typing import TYPE_CHECKING
 
 from p2p_dmc.core.member_table import MemberTable
 from p2p_dmc.core.membership_messages import (
@@ -17,6 +17,9 @@ from p2p_dmc.core.membership_messages import (
     Sender,
 )
 from p2p_dmc.core.suspicion import MembershipSettings, retransmit_limit
+
+if TYPE_CHECKING:
+    import random
 
 _MAX_TOLD_AT_ONCE = 64
 _MAX_SPOKEN = 2048

@@ -9,8 +9,8 @@ lives in member_table, probing in prober, speaking in gossip_voice, the formulas
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from p2p_dmc.core.gossip_voice import Voice
 from p2p_dmc.core.member_table import MemberTable
@@ -34,6 +34,9 @@ from p2p_dmc.core.membership_messages import (
 from p2p_dmc.core.prober import Prober
 from p2p_dmc.core.suspicion import MembershipSettings, push_pull_scale
 from p2p_dmc.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    import random
 
 __all__ = [
     "Ack",

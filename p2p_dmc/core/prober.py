@@ -8,13 +8,16 @@ heard of, like helpers that said not even a nack, are probed out of turn, so tha
 from __future__ import annotations
 
 import bisect
-import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from p2p_dmc.core.gossip_voice import Voice
 from p2p_dmc.core.member_table import MemberTable
 from p2p_dmc.core.membership_messages import Ack, MemberState, Nack, Ping, PingReq, Sender
 from p2p_dmc.core.suspicion import Awareness, MembershipSettings
+
+if TYPE_CHECKING:
+    import random
 
 _MAX_RELAYS = 256
 _MAX_AT_ONCE = 16
