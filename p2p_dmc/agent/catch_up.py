@@ -59,7 +59,7 @@ class CatchUp:
 
     ``on_held`` is told of every state, in order, that is verified and is no older than the newest view's start.
     ``on_hopeless``: this peer cannot get any state; it had better leave than ask for one view after another.
-    ``donors``: bulk addresses of the newest view's holders.
+    ``donors``: bulk addresses of the newest view's holders; before the first view, of those who offer a start.
     """
 
     def __init__(
@@ -105,13 +105,23 @@ class CatchUp:
 
     # -- what the rounds tell ---------------------------------------------------------------------------------------
 
+    def expect(self, start: StateRef) -> None:
+        """The first view probably starts from this state: it is fetched while this peer waits to be let in."""
+        if self._view is None and (self.lost or self.target != start):
+            self._begin_anew(start)
+            self.lost = False
+            self._wake.set()
+
     def enter(self, view: View) -> None:
         """The next view in which this peer learns. What is here goes on if the view starts where it leads to."""
         dropped = [kept for kept in self._kept if kept.lineage > view.start.lineage]
         self._kept = [kept for kept in self._kept if kept.lineage <= view.start.lineage]
         self._forget(dropped)
-        if self.lost or self._leads_to() != view.start.lineage:
+        expected = self._view is not None or self.target == view.start
+        if self.lost or not expected or self._leads_to() != view.start.lineage:
             self._begin_anew(view.start)
+        elif self._view is None:
+            self.began_s = time.monotonic()
         self._view, self.lost = view, False
         self.quiet()
         self._said = {view.start.lineage: view.start.digest}
@@ -220,6 +230,9 @@ class CatchUp:
                 return
             held = fetching.result()
         except (AdoptionFailedError, UserError, OSError) as error:
+            if self._view is None:  # it was worth a try
+                self.lost = True
+                return
             self._failures += 1
             self._lose(str(error))
             if self._failures >= MOST_FAILURES or not isinstance(error, AdoptionFailedError):

@@ -46,6 +46,8 @@ class MemberDesk:
                 run.act(run.agreement.receive(message, now_ms()))
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)
+        elif isinstance(message, messages.StartOffered):
+            run.views.offered(sender, message.start)
         elif isinstance(message, messages.JoinRefused):
             if run.rounds is None and run.desk.up:
                 run.desk.refuse(message.reason[:500])
@@ -95,6 +97,19 @@ class MemberDesk:
             run.event("join_refused", peer_id=sender, reason=reason)
             return
         run.join_requested(sender)
+        self._offer_start(sender)
+
+    def _offer_start(self, joiner: str) -> None:
+        """It may download the state while it waits, if it is let in at this round's barrier.
+
+        Not once my header is said: a reduction may follow that the download would slow down.
+        """
+        training = self._run.training
+        if training is None or training.frozen or training.barrier.own is not None:
+            return
+        if self._run.change_wanted():
+            self._run.keeper.expect_request(training.held.ref.digest)
+            self._run.to_member(joiner, messages.StartOffered(start=training.held.ref))
 
     def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
         if message.stopped.member.peer_id != sender:

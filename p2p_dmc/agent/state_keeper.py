@@ -164,12 +164,16 @@ class StateKeeper:
                 self.make_current(held.ref)
             return
         self._recent[held.ref.digest] = held
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Of the states that are remembered, the newest, and those that somebody downloads, remain."""
         since_s = time.monotonic() - SERVED_S
         served = [d for d, at_s in self._served_s.items() if at_s > since_s and d in self._recent]
         wanted = set(served[-MOST_SERVED:])
         others = [d for d, h in self._recent.items() if h is not self.current and d not in wanted]
         for digest in others[: max(0, len(others) + 1 - CACHED)]:
-            slots.unpin(self._recent.pop(digest).slot)
+            self.pool().unpin(self._recent.pop(digest).slot)
             self._served_s.pop(digest, None)
 
     @property
@@ -252,6 +256,7 @@ class StateKeeper:
             self.pool().unpin(held.slot)
         else:
             self._recent[ref.digest] = held
+            self._forget_old()
         return self._recent[ref.digest]
 
     def make_current(self, ref: StateRef) -> Held:

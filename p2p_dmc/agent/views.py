@@ -10,6 +10,7 @@ from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.catch_up import CatchUp
 from p2p_dmc.agent.clock import now_ms
+from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.learning import Learning
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.training import Training
@@ -27,6 +28,7 @@ from p2p_dmc.wire.trainer_messages import CancelGroup, Local
 
 if TYPE_CHECKING:
     from asyncio import Task
+    from collections.abc import Iterable
 
     from p2p_dmc.agent.run import Run
 
@@ -46,6 +48,8 @@ class Views:
         """Strikes that this view's members brought: the ledger of its first complete round has them."""
         self._catch_up: CatchUp | None = None
         self._catching_up: Task[None] | None = None
+        self._offering: tuple[str, ...] = ()
+        """Peers that have the state which is offered to this one while it waits to be let in."""
         self._withheld: Held | None = None
         """What this learner holds and does not say yet: it would be made a voter, and perhaps stop the others."""
 
@@ -123,9 +127,25 @@ class Views:
         elif run.desk.up:
             self._learn(view)
 
+    def offered(self, sender: str, start: StateRef) -> None:
+        """The next view, which lets this peer in, probably starts from this state."""
+        run, agreement = self._run, self._run.agreement
+        if agreement is None or not run.desk.up or not (agreement.frozen or agreement.left_out):
+            return
+        theirs = {p.peer_id: (p.meta.history, p.meta.view_epoch) for p in others(run.services, run.name)}
+        if sender in theirs:
+            self._offering = tuple(p for p, view in theirs.items() if view == theirs[sender])
+            self._catch_up_here().expect(start)
+
     def _donors(self, view: View) -> list[str]:
         """Bulk addresses of those that hold the view's start state, or adopt it as this peer does."""
-        peers = [m.peer_id for m in view.holders if m != self._run.me]
+        return self._addresses(m.peer_id for m in view.holders if m != self._run.me)
+
+    def _learners_donors(self) -> list[str]:
+        learning = self._run.learning
+        return self._donors(learning.view) if learning is not None else self._addresses(self._offering)
+
+    def _addresses(self, peers: Iterable[str]) -> list[str]:
         records = map(self._run.services.record, peers)
         return [r.bulk_address for r in records if r is not None]
 
@@ -191,28 +211,34 @@ class Views:
 
     def _learn(self, view: View) -> None:
         run = self._run
-        ready, policy = run.desk.ready, run.desk.policy
-        assert ready is not None and policy is not None, "a view without a ready trainer"
+        assert run.desk.ready is not None, "a view without a ready trainer"
+        spec = run_files.payload_spec(run.desk.ready.parameters)
+        catch_up = self._catch_up_here()
+        self._withheld = None
+        run.learning = Learning(run, view, run.me, catch_up, spec, run.keeper)
+        catch_up.enter(view)
+        run.to_trainer(learning_started(run, view))
+        run.values.flush(run.to_trainer)
+        run.learning.start()
+        run.members.hand_over(run.learning)
+
+    def _catch_up_here(self) -> CatchUp:
+        """This learner's; it has begun with the first one who asks for it."""
+        run = self._run
         if self._catch_up is None:
+            assert run.desk.policy is not None, "only a ready trainer learns"
             self._catch_up = CatchUp(
                 run.keeper,
                 run.me,
-                policy,
+                run.desk.policy,
                 skip_lost=run.desk.on_lost == "skip",
-                donors=lambda: self._donors(run.view) if run.view is not None else (),
+                donors=self._learners_donors,
                 on_held=self._caught_up,
                 on_problem=lambda reason: run.event("adoption_failed", reason=reason),
                 on_hopeless=lambda reason: run.desk.refuse(f"{reason}; {REACH_THEM}"),
             )
             self._catching_up = run.spawn(self._catch_up.run())
-        spec = run_files.payload_spec(ready.parameters)
-        self._withheld = None
-        run.learning = Learning(run, view, run.me, self._catch_up, spec, run.keeper)
-        self._catch_up.enter(view)
-        run.to_trainer(learning_started(run, view))
-        run.values.flush(run.to_trainer)
-        run.learning.start()
-        run.members.hand_over(run.learning)
+        return self._catch_up
 
     def proved(self) -> None:
         """This learner can be reduced with."""

@@ -165,6 +165,14 @@ class JoinRequest:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartOffered:
+    """To whoever asked to be let in: the view that does so begins with this state, unless a round comes between."""
+
+    start: agreement_messages.StateRef
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRefused:
     """Why not: the first difference, in words."""
 

@@ -217,9 +217,9 @@ class Donors:
 
 
 class Learner:
-    """A learner's catch-up, and what it told."""
+    """A learner's catch-up, and what it told. ``enters``: at once, else when the test says so."""
 
-    def __init__(self, root: Path, voters: Voters) -> None:
+    def __init__(self, root: Path, voters: Voters, *, enters: bool = True) -> None:
         self.voters = voters
         self.donors = Donors(voters.keeper)
         around = surroundings(
@@ -246,7 +246,8 @@ class Learner:
             on_problem=self.problems.append,
             on_hopeless=self.hopeless.append,
         )
-        self.catch_up.enter(voters.view)
+        if enters:
+            self.catch_up.enter(voters.view)
         self.task = asyncio.ensure_future(self.catch_up.run())
 
     def _held(self, held: Held) -> None:

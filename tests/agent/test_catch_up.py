@@ -100,6 +100,137 @@ def test_every_state_since_the_start_is_told_once_and_in_order(tmp_path: Path) -
     run(work())
 
 
+# -- before it is let in ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_offered_is_downloaded_before_the_view_and_told_in_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        for _ in range(3):  # it asks again and again
+            one.catch_up.expect(voters.held.ref)
+            await one.until(lambda: one.catch_up._held is not None, "it is here")
+        asked = len(one.donors.asked)
+        assert one.told == []
+        one.catch_up.enter(voters.view)
+        assert [h.ref for h in one.told] == [voters.held.ref] and len(one.donors.asked) == asked
+        one.round((1, 2))
+        await one.caught_up()
+        one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
+def test_a_download_that_the_view_comes_into_goes_on_and_yields_there(tmp_path: Path) -> None:
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        one.addresses = ["one"]
+        one.donors.open.clear()
+        one.catch_up.expect(voters.held.ref)
+        await one.until(lambda: one.donors.asked, "it has begun")
+        one.catch_up.enter(voters.view)
+        one.catch_up.reducing()
+        one.donors.open.set()
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        ranges = [a for a in one.donors.asked if a[1] == 1]
+        assert ranges and one.told == [] and len(set(ranges)) == len(ranges) < 4
+        one.catch_up.quiet()
+        await one.caught_up()
+        ranges = [a for a in one.donors.asked if a[1] == 1]
+        assert len(ranges) == 4, "nothing is downloaded twice"
+        one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
+def test_a_view_that_starts_from_another_state_than_was_offered(tmp_path: Path) -> None:
+    """A round came between; or the same number is another history's."""
+
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        one.catch_up.expect(voters.held.ref)
+        await one.until(lambda: one.keeper.by_lineage((0, 0)), "it is here")
+        assert voters.round(one.keeper, (1, 1)) is not None
+        one.catch_up.enter(voters.next_view())
+        await one.caught_up()
+        assert [h.ref.lineage for h in one.told] == [(1, 1)]
+        one.check()
+        await one.end()
+
+    run(work())
+
+
+def test_the_same_number_of_another_history_is_another_state(tmp_path: Path) -> None:
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        theirs = state(one.keeper.pool(), voters.held.ref.lineage, 5.0)
+        one.keeper.remember(theirs)
+        one.catch_up.expect(theirs.ref)
+        await one.until(lambda: one.catch_up._held is not None, "it is here")
+        one.catch_up.enter(voters.view)
+        await one.caught_up()
+        assert not one.problems and not one.catch_up.lost
+        one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
+def test_an_offer_that_comes_to_nothing_is_no_reason_to_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up_module, "GIVE_UP_S", 0.01)
+
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        one.donors.gone = {"one", "two"}
+        for _ in range(MOST_FAILURES + 1):
+            one.catch_up.expect(voters.held.ref)
+            assert not one.catch_up.lost
+            await one.until(lambda: one.catch_up.lost, "nobody has it")
+        assert not one.problems and not one.hopeless
+        one.donors.gone = set()
+        one.catch_up.enter(voters.view)
+        await one.caught_up()
+        one.catch_up.expect(StateRef(lineage=(9, 9), digest=b"9" * 16))
+        assert one.catch_up.target == voters.view.start, "in a view, that says where it begins"
+        one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
+def test_states_that_are_offered_one_after_another_do_not_add_up(tmp_path: Path) -> None:
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        for number in range(6):
+            assert voters.round(one.keeper, (1, 1)) is not None
+            one.catch_up.expect(voters.held.ref)
+            await one.until(lambda n=number: one.keeper.by_lineage((1, n + 1)), "it is here")
+        assert len(one.keeper._recent) == 1
+        one.catch_up.enter(voters.next_view())
+        await one.caught_up()
+        one.check()
+        await one.end()
+
+    run(work())
+
+
+# -- bit for bit, one by one ------------------------------------------------------------------------------------------
+
+
 def test_a_state_is_told_only_when_a_voter_has_said_its_digest(tmp_path: Path) -> None:
     async def work() -> None:
         voters = Voters(tmp_path, random.Random(1))

@@ -20,6 +20,7 @@ from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.training import Training
 from p2p_dmc.agent.view_opening import out_of_date
 from p2p_dmc.agent.work import Strike, Work, encode_strikes
+from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     PAYLOAD_MAX_BYTES,
@@ -34,9 +35,11 @@ from p2p_dmc.core.quorum import Quorum
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire.messages import (
     GroupFailed,
+    JoinRequest,
     PeerMeta,
     RoundHeader,
     RunClosed,
+    StartOffered,
     Withdrawn,
     decode_meta,
     encode_meta,
@@ -337,6 +340,57 @@ def test_whoever_is_left_out_says_at_once_that_it_has_no_view(tmp_path: Path) ->
     run.desk.up = False
     run.tick()
     assert told and run.training is None and run.stood_in == 0
+
+
+@pytest.mark.parametrize("hindrance", ["", "header said", "frozen", "no change wanted"])
+def test_a_start_is_offered_to_whoever_is_let_in_at_this_rounds_barrier(
+    tmp_path: Path, hindrance: str
+) -> None:
+    around = surroundings(tmp_path)
+    run = in_a_view_of_two(around)
+    slots = run.keeper.slots = SlotPool(around.services.memory, NUMEL)
+    nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
+    wanted = hindrance != "no change wanted"
+    run.agreement = cast(
+        Agreement, SimpleNamespace(join_requested=lambda peer, now: nothing, change_wanted=wanted)
+    )
+    held = state(slots, (1, 2))
+    run.keeper.hold(held)
+    barrier = SimpleNamespace(own=plain(RoundHeader) if hindrance == "header said" else None)
+    run.training = cast(
+        Any,
+        SimpleNamespace(
+            frozen=hindrance == "frozen", barrier=barrier, held=held, repeat=lambda: None, view=run.view
+        ),
+    )
+    run.members.message(member(3).peer_id, JoinRequest(fingerprint=()))
+    offers = [m for _, m, _ in around.sent if isinstance(m, StartOffered)]
+    assert [o.start for o in offers] == ([held.ref] if not hindrance else [])
+    assert bool(run.keeper.last_request_s) is not bool(hindrance), "it stays as long as somebody may want it"
+
+
+@pytest.mark.parametrize("hindrance", ["", "in a view", "trainer lost", "unknown sender"])
+def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hindrance: str) -> None:
+    around = surroundings(tmp_path)
+    meta = run_meta(name="r", history=b"2" * 16, view_epoch=4)
+    around.members += [record(2, meta), record(3, meta), record(4, run_meta(name="r", history=b"1" * 16))]
+    run = run_of(around)
+    run.desk.up = hindrance != "trainer lost"
+    run.desk.policy = TauPolicy(kind="adacomm", tau0=4)
+    run.agreement = cast(Agreement, SimpleNamespace(frozen=hindrance != "in a view", left_out=False))
+    sender = 9 if hindrance == "unknown sender" else 2
+    start = StateRef(lineage=(4, 1), digest=b"s" * 16)
+
+    async def life() -> None:
+        run.members.message(member(sender).peer_id, StartOffered(start=start))
+        assert (run.views._catch_up is None) is bool(hindrance)
+        if not hindrance:
+            assert run.views._catch_up.target == start
+            assert run.views._offering == (member(2).peer_id, member(3).peer_id)
+            assert len(run.views._learners_donors()) == 2
+        run.views.stop_learning()
+
+    asyncio.run(life())
 
 
 @pytest.mark.parametrize("mode", ["training", "learning"])
