@@ -27,6 +27,8 @@ class MemberDesk:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._early_headers: dict[str, messages.RoundHeader] = {}
+        self._farewells: list[Stopped] = []
+        """Of members that have completed the round which is still being reduced here: it comes to its end first."""
 
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
@@ -116,14 +118,35 @@ class MemberDesk:
             raise RemoteProtocolError("a peer withdraws for itself")
         self._run.desk.learn_strikes(decode_strikes(message.strikes))
         self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
-        self._run.withdrawn(message.stopped)
+        reducing = self._reducing()
+        if reducing is not None and message.completed >= reducing:
+            self._farewells.append(message.stopped)
+        else:
+            self._run.withdrawn(message.stopped)
+
+    def _reducing(self) -> tuple[int, int] | None:
+        rounds = self._run.rounds
+        return rounds.reducing if rounds is not None else None
+
+    def hear_farewells(self, *, at_once: bool = False) -> None:
+        """Whatever was put off till the end of a reduction is heard now, if that is over or comes to nothing."""
+        if self._farewells and (at_once or self._reducing() is None):
+            farewells, self._farewells = self._farewells, []
+            for stopped in farewells:
+                self._run.withdrawn(stopped)
 
     def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:
         """This peer no longer takes part: everybody is told, with what it promised."""
         run = self._run
         peers = set(run.view.peers) if run.view else set()
         peers |= {p.peer_id for p in others(run.services, run.name)}
-        said = messages.Withdrawn(stopped=stopped, reason=reason, strikes=encode_strikes(run.desk.strikes))
+        held = run.keeper.current
+        said = messages.Withdrawn(
+            stopped=stopped,
+            reason=reason,
+            strikes=encode_strikes(run.desk.strikes),
+            completed=held.ref.lineage if held is not None else (0, 0),
+        )
         for peer_id in sorted(peers - {run.me.peer_id}):
             run.to_member(peer_id, said)
         run.event("withdrawn", reason=reason)

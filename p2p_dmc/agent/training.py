@@ -118,6 +118,11 @@ class Training:
         """Everybody's assignment, and how far they are."""
         return self.course.work
 
+    @property
+    def reducing(self) -> tuple[int, int] | None:
+        """Lineage of the round that the trainer is reducing."""
+        return (self.view.view_epoch, self.barrier.round) if self._reducing is not None else None
+
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def lease(self, samples: int) -> None:

@@ -187,6 +187,7 @@ class Withdrawn:
     stopped: agreement_messages.Stopped
     reason: str
     strikes: bytes  # agent.work.encode_strikes: what trainers had in hand when they died
+    completed: agreement_messages.Lineage  # newest round that is complete at the sender
 
 
 @message
