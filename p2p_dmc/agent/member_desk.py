@@ -9,7 +9,7 @@ from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.training import check_header
 from p2p_dmc.agent.work import check_payload, decode_strikes, encode_strikes
-from p2p_dmc.core.agreement_messages import Propose, Stopped
+from p2p_dmc.core.agreement_messages import AgreementMessage, Propose, Stopped
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import messages
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
     from p2p_dmc.agent.training import Training
 
-MAX_EARLY_HEADERS = 4096
+MAX_EARLY_MESSAGES = 4096
 
 
 class MemberDesk:
@@ -27,8 +27,9 @@ class MemberDesk:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._early_headers: dict[str, messages.RoundHeader] = {}
-        self._farewells: list[Stopped] = []
-        """Of members that have completed the round which is still being reduced here: it comes to its end first."""
+        self._put_off: list[Stopped | AgreementMessage] = []
+        """A farewell of a member that has completed the round which is still being reduced here, and what the others
+        make of it: the round comes to its end first. Else this peer would have to fetch the state from them."""
 
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
@@ -44,8 +45,10 @@ class MemberDesk:
             if isinstance(message, Propose):
                 manifest = run.desk.manifest
                 check_payload(message.payload, len(manifest.shards) if manifest is not None else None)
-            if run.agreement is not None:
-                run.act(run.agreement.receive(message, now_ms()))
+            if not self._put_off:
+                self._hear(message)
+            elif len(self._put_off) < MAX_EARLY_MESSAGES:
+                self._put_off.append(message)
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)
         elif isinstance(message, messages.StartOffered):
@@ -76,7 +79,7 @@ class MemberDesk:
             self._run.act(agreement.foreign_header(sender, header.view_epoch, now_ms()))
         if rounds is not None and header.view_epoch <= rounds.view.view_epoch:
             rounds.header(sender, header)
-        elif len(self._early_headers) < MAX_EARLY_HEADERS:
+        elif len(self._early_headers) < MAX_EARLY_MESSAGES:
             self._early_headers[sender] = header
 
     def hand_over(self, rounds: Training | Learning) -> None:
@@ -120,7 +123,7 @@ class MemberDesk:
         self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
         reducing = self._reducing()
         if reducing is not None and message.completed >= reducing:
-            self._farewells.append(message.stopped)
+            self._put_off.append(message.stopped)
         else:
             self._run.withdrawn(message.stopped)
 
@@ -128,12 +131,19 @@ class MemberDesk:
         rounds = self._run.rounds
         return rounds.reducing if rounds is not None else None
 
-    def hear_farewells(self, *, at_once: bool = False) -> None:
-        """Whatever was put off till the end of a reduction is heard now, if that is over or comes to nothing."""
-        if self._farewells and (at_once or self._reducing() is None):
-            farewells, self._farewells = self._farewells, []
-            for stopped in farewells:
-                self._run.withdrawn(stopped)
+    def hear_put_off(self, *, at_once: bool = False) -> None:
+        """What was put off till the end of a reduction is heard now, if that is over or comes to nothing."""
+        if self._put_off and (at_once or self._reducing() is None):
+            put_off, self._put_off = self._put_off, []
+            for message in put_off:
+                self._hear(message)
+
+    def _hear(self, message: Stopped | AgreementMessage) -> None:
+        run = self._run
+        if isinstance(message, Stopped):
+            run.withdrawn(message)
+        elif run.agreement is not None:
+            run.act(run.agreement.receive(message, now_ms()))
 
     def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:
         """This peer no longer takes part: everybody is told, with what it promised."""

@@ -213,7 +213,7 @@ class Run:
             self.learning.round_result(message)
         else:
             self.to_trainer(local.RoundRefused(view_epoch=message.view_epoch, round=message.round))
-        self.members.hear_farewells()
+        self.members.hear_put_off()
 
     def _round_failed(self, message: local.RoundFailed) -> None:
         if self.agreement is None or self.view is None or message.view_epoch != self.view.view_epoch:
@@ -229,7 +229,7 @@ class Run:
 
     def group_failed(self, reason: str) -> None:
         """A member has dropped this view's group: everybody knows, so nobody waits for the pre-vote's majority."""
-        self.members.hear_farewells(at_once=True)
+        self.members.hear_put_off(at_once=True)
         if self.learning is not None:
             self.learning.group_failed()
         if self.learning is not None and self.learning.view.view_epoch not in self._unproven:
@@ -360,7 +360,7 @@ class Run:
     def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
         """Membership's word about a peer."""
         if verdict is not Verdict.REACHABLE:
-            self.members.hear_farewells(at_once=True)
+            self.members.hear_put_off(at_once=True)
         if self.agreement is not None and peer_id != self.me.peer_id and not self.end.agreed:
             self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
 
@@ -378,7 +378,7 @@ class Run:
         """Timers of the core, repeated headers, and the way into a view."""
         if self.agreement is None or self.end.agreed:
             return
-        self.members.hear_farewells()
+        self.members.hear_put_off()
         self.act(self.agreement.tick(now_ms()))
         if self.end.outcome or self.aside.look():
             return

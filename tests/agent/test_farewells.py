@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from p2p_dmc.agent import member_desk
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions
-from p2p_dmc.agent.work import encode_strikes
+from p2p_dmc.agent.work import encode_payload, encode_strikes
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_messages import Stopped, Verdict
+from p2p_dmc.core.agreement_messages import Propose, StateRef, Stopped, Verdict
 from p2p_dmc.wire.messages import GroupFailed, Withdrawn
 from p2p_dmc.wire.trainer_messages import RoundFailed, RoundResult
 from tests.agent.helpers import member, payload, peer, plain, surroundings, view_of
@@ -36,6 +37,7 @@ class Reducing:
             Agreement,
             SimpleNamespace(
                 withdrawn=hears("withdrawn"),
+                receive=hears("receive"),
                 wants_change=hears("wants_change"),
                 verdict=hears("verdict"),
                 tick=hears("tick"),
@@ -58,6 +60,26 @@ class Reducing:
         self.heard.append(("complete",))
         self.rounds.reducing = None
 
+    def others_propose(self) -> Propose:
+        """Whoever has completed the round makes a view without the leaver."""
+        both = (peer(1), peer(3))
+        proposal = Propose(
+            history=b"h" * 16,
+            n=4,
+            sender=member(3),
+            candidates=both,
+            stopped=(),
+            voters=both,
+            completed=StateRef(lineage=ROUND, digest=b"s" * 16),
+            base=None,
+            known=None,
+            pending=(),
+            seen=(),
+            payload=encode_payload(payload()),
+        )
+        self.run.members.message(peer(3), proposal)
+        return proposal
+
     def leaves(self, completed: tuple[int, int], who: int = 2) -> Stopped:
         stopped = Stopped(member=member(who), n=3, withdrawn=True)
         said = Withdrawn(stopped=stopped, reason="it leaves", strikes=encode_strikes([]), completed=completed)
@@ -69,12 +91,29 @@ class Reducing:
 def test_the_round_that_the_leaver_has_completed_is_completed_first(tmp_path: Path, mode: str) -> None:
     one = Reducing(tmp_path, mode)
     stopped = one.leaves(ROUND)
-    one.run.members.hear_farewells()
+    proposal = one.others_propose()
+    one.run.members.hear_put_off()
     assert one.heard == []
     one.run.trainer_message(plain(RoundResult))
-    assert one.heard == [("complete",), ("withdrawn", stopped)]
-    one.run.members.hear_farewells(at_once=True)
-    assert len(one.heard) == 2, "it is heard once"
+    assert one.heard == [("complete",), ("withdrawn", stopped), ("receive", proposal)]
+    one.run.members.hear_put_off(at_once=True)
+    assert len(one.heard) == 3, "all is heard once"
+
+
+def test_a_view_change_for_another_reason_waits_for_nothing(tmp_path: Path) -> None:
+    one = Reducing(tmp_path)
+    proposal = one.others_propose()
+    assert one.heard == [("receive", proposal)]
+
+
+def test_what_is_put_off_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_desk, "MAX_EARLY_MESSAGES", 3)
+    one = Reducing(tmp_path)
+    one.leaves(ROUND)
+    for _ in range(9):
+        one.others_propose()
+    one.run.trainer_message(plain(RoundResult))
+    assert [what for what, *_ in one.heard] == ["complete", "withdrawn", "receive", "receive"]
 
 
 @pytest.mark.parametrize("completed", [(1, 3), (0, 9), (0, 0)])
