@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.training import Training
 
 MAX_EARLY_MESSAGES = 4096
+PUT_OFF_S = 2.0
+"""A round that is complete elsewhere is given so long to end here."""
 
 
 class MemberDesk:
@@ -30,6 +33,7 @@ class MemberDesk:
         self._put_off: list[Stopped | AgreementMessage] = []
         """A farewell of a member that has completed the round which is still being reduced here, and what the others
         make of it: the round comes to its end first. Else this peer would have to fetch the state from them."""
+        self._put_off_since_s = 0.0
 
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
@@ -123,6 +127,8 @@ class MemberDesk:
         self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
         reducing = self._reducing()
         if reducing is not None and message.completed >= reducing:
+            if not self._put_off:
+                self._put_off_since_s = time.monotonic()
             self._put_off.append(message.stopped)
         else:
             self._run.withdrawn(message.stopped)
@@ -133,7 +139,8 @@ class MemberDesk:
 
     def hear_put_off(self, *, at_once: bool = False) -> None:
         """What was put off till the end of a reduction is heard now, if that is over or comes to nothing."""
-        if self._put_off and (at_once or self._reducing() is None):
+        late = time.monotonic() - self._put_off_since_s > PUT_OFF_S
+        if self._put_off and (at_once or late or self._reducing() is None):
             put_off, self._put_off = self._put_off, []
             for message in put_off:
                 self._hear(message)

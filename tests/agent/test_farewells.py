@@ -157,6 +157,19 @@ def test_a_reduction_that_fails_is_waited_for_no_longer(tmp_path: Path, end: Any
     assert one.heard[1] == ("withdrawn", stopped) and len(one.heard) == 3
 
 
+def test_a_reduction_that_does_not_end_is_waited_for_so_long_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Reducing(tmp_path)
+    stopped = one.leaves(ROUND)
+    one.run.tick()
+    one.others_propose()
+    monkeypatch.setattr(member_desk, "PUT_OFF_S", -1.0)
+    one.run.tick()
+    assert [what for what, *_ in one.heard] == ["tick", "withdrawn", "receive", "tick"]
+    assert one.heard[1] == ("withdrawn", stopped)
+
+
 def test_a_view_that_is_over_hears_it_with_the_next_tick(tmp_path: Path) -> None:
     one = Reducing(tmp_path)
     stopped = one.leaves(ROUND)
