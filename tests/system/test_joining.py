@@ -105,7 +105,10 @@ def test_one_joins_a_pair_and_comes_back_after_a_pause(cluster: Cluster, data: P
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_founder_alone_goes_on_when_its_joiner_does_not(cluster: Cluster, data: Path, where: str) -> None:
-    """Killed in the middle of its download, then stopped there; the ids decide who comes first in a ring of two."""
+    """Killed in the middle of its download, which it begins while it waits to be let in; killed, then stopped when it
+
+    is in the view and learns. The ids decide who comes first in a ring of two.
+    """
     seed = cluster.seed(data, "--name", "tiny", name="a")
     [founder] = start(cluster, seed, ["a"])
     joiner = named_so_that_it_sorts(cluster, "b", where, founder)
@@ -114,13 +117,23 @@ def test_a_founder_alone_goes_on_when_its_joiner_does_not(cluster: Cluster, data
     cluster.join("b", seed, *arguments(cluster))
     cluster.listening(joiner)
     when = struck(cluster, orders, "adopting")
-    go_on_without(cluster, [founder], joiner.peer_id, when)
-    assert founder.events("member", peer_id=joiner.peer_id, state="DEAD")
+    cluster.wait(
+        lambda: founder.events("member", peer_id=joiner.peer_id, state="DEAD"), "it is dead", START_S
+    )
+    rounds = len(founder.rounds())
+    cluster.wait(lambda: len(founder.rounds()) > rounds + 1, "the founder trains", START_S)
+    assert not any(joiner.peer_id in [*v["members"], *v["learners"]] for v in founder.events("view"))
 
-    give(orders, "adopting", "stop")
-    cluster.wait(lambda: not joiner.running, "it is dead")
+    give(orders, "learning", "kill")
+    cluster.wait(lambda: not joiner.running, "it is dead", START_S)
     cluster.restart(joiner)
-    when = struck(cluster, orders, "adopting", times=2)
+    when = struck(cluster, orders, "learning")
+    go_on_without(cluster, [founder], joiner.peer_id, when)
+
+    give(orders, "learning", "stop")
+    cluster.wait(lambda: not joiner.running, "it is dead", START_S)
+    cluster.restart(joiner)
+    when = struck(cluster, orders, "learning", times=2)
     go_on_without(cluster, [founder], joiner.peer_id, when, limit_s=SILENCE_S)
     joiner.go_on()
     woken = time.time()
