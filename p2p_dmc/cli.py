@@ -222,9 +222,9 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
     A sample is the files of one folder that share a stem, one field per extension. Seeding the same files again
     gives the same shards.
     """
-    from p2p_dmc.agent import commands
+    from p2p_dmc.agent import seed_command
 
-    ctx.exit(commands.seed_dataset(path=path, debug=ctx.obj["debug"], **options))
+    ctx.exit(seed_command.seed_dataset(path=path, debug=ctx.obj["debug"], **options))
 
 
 @main.command(
