@@ -91,6 +91,7 @@ def _shard(home: Home, path: Path, options: dict[str, Any], console: Console) ->
         manifest = write_shards(
             plan,
             store,
+            scan=found,
             name=name,
             mode=options["mode"],
             replicas=options["replicas"],

@@ -1,215 +1,280 @@
-"""What a sample is: the files of one folder that share a stem, one field per extension (DESIGN section 9).
+"""Looking at an input: which format it is in, and its samples (DESIGN section 9; docs/datasets.md).
 
-The stem is the name up to its last dot (``stem="first-dot"`` for WebDataset's rule, up to the first one);
-the rest, lower-cased, names the field. A name without a usable dot ("Makefile", "end.") is a stem as a whole
-and its field is ``bin``. A sample's key is its path relative to the scanned folder, without extension, with
-"/" between the parts on every system; names that are not valid UTF-8 are carried as surrogate escapes.
+In a folder of files a sample is the files of one folder that share a stem, one field per extension. The stem
+is the name up to its last dot (``stem="first-dot"``: up to the first one); the rest, lower-cased, names the
+field. A name without a usable dot ("Makefile", "end.") is a stem as a whole and its field is ``bin``. A
+sample's key is its path relative to the scanned folder, without extension, with "/" between the parts on every
+system; names that are not valid UTF-8 are carried as surrogate escapes.
 
-Not taken, but counted: names with a leading dot (a hidden folder counts once), links that lead out of the
-tree, dangling links and links to folders (what they show inside the tree is there under its own name, and
-following none of them makes loops harmless), files no ``include`` pattern matches, and what is not a file.
+A folder of class folders that hold nothing but images is torchvision's ImageFolder: each image is a sample,
+with the class's number as a field ``cls`` beside it.
+
+All other formats have readers of their own, in `readers`. Their samples are numbered rows, or what the format
+itself calls a key. A folder is of such a format if all its files are, read-me files aside.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import hashlib
 import os
 import re
 import stat
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
-from p2p_dmc.data.manifest import MAX_FIELDS, MAX_KEY_BYTES, class_of, encode_key
+from p2p_dmc.data.found import FileField, Samples, Scan, Skipped
+from p2p_dmc.data.manifest import DIGEST_BYTES, class_of, encode_key
+from p2p_dmc.data.readers import arrays, arrow, lines, mds, tars
+from p2p_dmc.data.readers.base import COMPRESSIONS, Input, Reader, Record, Spool, StemRule, refuse_pickle
+from p2p_dmc.data.readers.names import split_name
+from p2p_dmc.data.sources import changed, stamp_of
+from p2p_dmc.data.walk import Entry, Wanted, entry_of, walk, wanted_by
 from p2p_dmc.errors import UserError
 
-StemRule = Literal["last-dot", "first-dot"]
-FileField = tuple[str, str, int]  # (extension, path, size in bytes)
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all), of the input
 
-NO_EXTENSION = "bin"
-_RESERVED = frozenset({"__key__", "__shard__"})
-
-
-@dataclass(slots=True)
-class Skipped:
-    """How many entries were passed over, by reason."""
-
-    hidden: int = 0
-    links: int = 0
-    excluded: int = 0
-    special: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.hidden + self.links + self.excluded + self.special
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+SPLITS = frozenset({"train", "val", "valid", "validation", "test", "dev"})
+CLASS = "cls"
+_ABOUT = re.compile(
+    r"(readme|license|licence|notice|changelog|citation)\b.*|.*\.md|dataset_infos?\.json", re.I
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedSample:
-    """One sample on disk. ``fields`` is sorted by extension; ``group`` is what folder mode keeps together."""
+class Format:
+    """How files are recognised and read. ``alone``: only as the path given, since in folders such are fields."""
 
-    key: str
-    group: str
-    fields: tuple[FileField, ...]
+    name: str
+    endings: tuple[str, ...]
+    reader: Callable[[], Reader]
+    compressions: tuple[str, ...] = ()
+    alone: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """What `scan` found. ``samples`` is sorted by the bytes of their keys, whatever the directory order."""
-
-    root: Path
-    samples: tuple[ScannedSample, ...]
-    skipped: Skipped = field(default_factory=Skipped)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes in all fields together."""
-        return sum(size for sample in self.samples for _, _, size in sample.fields)
-
-    @property
-    def extensions(self) -> tuple[str, ...]:
-        """The fields seen, sorted."""
-        return tuple(sorted({extension for sample in self.samples for extension, _, _ in sample.fields}))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the top-level folders, sorted, as ImageFolder counts classes."""
-        return tuple(sorted({name for sample in self.samples if (name := class_of(sample.key)) is not None}))
+    def fits(self, name: str) -> bool:
+        """By the name of a file, in lower case."""
+        for compression in self.compressions:
+            name = name.removesuffix(compression)
+        return name.endswith(self.endings)
 
 
-def split_name(name: str, rule: StemRule = "last-dot") -> tuple[str, str]:
-    """``(stem, extension)`` of a file name, see the module's docstring."""
-    dot = name.find(".", 1) if rule == "first-dot" else name.rfind(".")
-    if dot <= 0 or dot == len(name) - 1:
-        return name, NO_EXTENSION
-    return name[:dot], name[dot + 1 :].lower()
+FORMATS = (
+    Format("WebDataset", (".tar", ".tgz"), tars.TarReader, COMPRESSIONS),
+    Format("JSONL", (".jsonl", ".ndjson"), lambda: lines.read_jsonl, COMPRESSIONS),
+    Format("CSV", (".csv", ".tsv"), lambda: lines.read_csv, COMPRESSIONS),
+    Format("Parquet", (".parquet",), lambda: arrow.read_parquet),
+    Format("NumPy array", (".npy",), lambda: arrays.read_npy, alone=True),
+    Format("NumPy arrays", (".npz",), lambda: arrays.read_npz, alone=True),
+)
+TOKENS = Format("tokens", (".bin",), lambda: arrays.read_tokens)
+SAVED = Format("Hugging Face save_to_disk", (".arrow",), lambda: arrow.read_saved)
 
 
-def group_of(key: str, depth: int) -> str:
-    """The folder at ``depth`` (1 is top level) that holds the key, or its own folder where that is less deep.
+def scan(
+    path: Path,
+    *,
+    stem: StemRule | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    depth: int = 1,
+    spool: Spool | None = None,
+    progress: Progress | None = None,
+) -> Scan:
+    """Find the samples of a folder or of one file.
 
-    A loose file beside the top-level folders is a group of its own, ``./<stem>``, so that many loose files
-    can spread over shards.
-    """
-    folders = key.split("/")[:-1]
-    return "/".join(folders[:depth]) if folders else f"./{key}"
-
-
-def scan(path: Path, *, stem: StemRule = "last-dot", include: Sequence[str] = (), depth: int = 1) -> Scan:
-    """Find the samples of a folder, or of one file (which is one sample).
-
-    ``include``: glob patterns matched against the relative path, where ``*`` crosses folders and a leading
-    ``**/`` also matches nothing; a file is taken if any matches, all are if there is none. Raises UserError
-    for a path that does not exist, an unreadable file or folder, a sample of more than 16 files, two files
-    for one field, and when nothing is left.
+    ``include``, ``exclude``: glob patterns matched against the relative path, see `walk.wanted_by`. ``stem``
+    None is the format's own rule. ``spool`` receives what a format has to convert; without one such samples
+    can be planned and not written. Raises UserError for a path that does not exist, an unreadable or changing
+    file, a file that is not what its name says, pickle, a sample of more than 16 files, two files for one
+    field, a missing optional package, and when nothing is left.
     """
     if depth < 1:
         raise UserError(f"--depth {depth}: the depth counts folders from 1, the top level; use 1 or more")
-    skipped = Skipped()
     try:
-        mode = path.stat().st_mode
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
         raise UserError(f"{str(path)!r}: {error.strerror}; give an existing folder or file") from error
-    if stat.S_ISDIR(mode):
-        root = path.resolve()
-        files = _walk(str(root), _matcher(include), skipped)
+    spool, wanted = spool or Spool(None), wanted_by(include, exclude)
+    root = path.resolve() if is_folder else path.resolve().parent
+    marked = _marked_folder(root) if is_folder else None
+    if marked is not None:
+        form, reader, entries = marked
+        given = Input(root, entries, spool, stem, is_one_file=form.name == "MDS")
+    elif is_folder:
+        found = _format_of_folder(str(root), wanted)
+        if found is None:
+            return _scan_files(path, root, wanted, stem or "last-dot", depth)
+        form, reader, skipped = found, found.reader(), Skipped()
+        entries = [entry for entry in walk(str(root), wanted, skipped) if _fits(form, entry)]
+        given = Input(root, sorted(entries), spool, stem, skipped=skipped)
     else:
-        root = path.resolve().parent
-        files = iter([(path.resolve().name, str(path.resolve()), path.stat().st_size)])
-    samples = _group_files(files, stem, depth)
+        entry = entry_of(path)
+        refuse_pickle(entry.path)
+        single = _format_of(entry, is_alone=True)
+        if single is None:
+            return _one_file(root, entry, stem or "last-dot", depth)
+        form, reader = single, single.reader()
+        given = Input(root, [entry], spool, stem, is_one_file=True)
+    return _scan_records(path, form, reader, given, depth, progress)
+
+
+# -- which format ------------------------------------------------------------------------------------------
+
+
+def _format_of(entry: Entry, *, is_alone: bool) -> Format | None:
+    name = entry.name.lower()
+    for form in FORMATS:
+        if form.fits(name) and (is_alone or not form.alone):
+            return form
+    return TOKENS if arrays.is_tokens(entry.path) else None
+
+
+def _fits(form: Format, entry: Entry) -> bool:
+    return form.fits(entry.name.lower())
+
+
+def _format_of_folder(root: str, wanted: Wanted) -> Format | None:
+    """The one format of all files; None if they are files to be carried as such."""
+    found: Format | None = None
+    beside_tokens: set[str] = set()
+    for entry in walk(root, wanted, Skipped()):
+        if _ABOUT.fullmatch(entry.name):
+            continue
+        form = _format_of(entry, is_alone=False)
+        if form is None and entry.name.endswith((".idx", ".json", ".npy")):
+            beside_tokens.add(entry.path)
+        elif form is None or (found is not None and form is not found):
+            return None
+        else:
+            found = form
+    is_bare = beside_tokens and found is not TOKENS
+    return None if is_bare else found
+
+
+def _marked_folder(root: Path) -> tuple[Format, Reader, list[Entry]] | None:
+    """Formats of which a file of a certain name tells."""
+    if arrow.saved_folders(root):
+        return SAVED, arrow.read_saved, arrow.saved_files(root)
+    if mds.is_mds(root):
+        entries, said = mds.mds_files(root)
+        reader = mds.MdsReader(said)
+        return Format("MDS", (".mds",), lambda: reader), reader, entries
+    return None
+
+
+# -- records -----------------------------------------------------------------------------------------------
+
+
+def _scan_records(
+    path: Path, form: Format, reader: Reader, given: Input, depth: int, progress: Progress | None
+) -> Scan:
+    total, done = sum(entry.size for entry in given.entries), 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done = min(total, done + count)
+        if progress is not None:
+            progress(done, total)
+
+    given.on_bytes = on_bytes
+    samples = Samples.of(reader(given), depth)
     if not samples:
         raise UserError(
-            f"{str(path)!r}: no samples found ({_describe(skipped)}); check the path and --include"
+            f"{str(path)!r}: {form.name} without a sample{_passed_over(given.skipped)}; check the path"
         )
-    return Scan(root=root, samples=samples, skipped=skipped)
-
-
-def _describe(skipped: Skipped) -> str:
-    return (
-        f"passed over: {skipped.hidden} hidden, {skipped.links} links leaving the tree or to folders, "
-        f"{skipped.excluded} not matching --include, {skipped.special} special files"
+    stamps = {entry.path: (entry.size, entry.mtime_ns) for entry in given.entries}
+    for one, stamp in stamps.items():
+        if stamp_of(os.stat(one)) != stamp:
+            raise changed(one)
+    if given.spool.finish():
+        stamps[given.spool.path] = stamp_of(os.stat(given.spool.path))
+    count = len(given.entries)
+    return Scan(
+        root=given.root,
+        samples=samples,
+        skipped=given.skipped,
+        kind=form.name if count == 1 else f"{form.name} in {count} files",
+        stamps=stamps,
+        identity=_identity(given.root, given.entries),
+        tars=tuple(reader.whole or ()) if isinstance(reader, tars.TarReader) else (),
     )
 
 
-def _matcher(include: Sequence[str]) -> Callable[[str], bool]:
-    patterns = list(include)
-    patterns += [pattern[3:] for pattern in include if pattern.startswith("**/")]
-    compiled = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
-    return lambda relative: not compiled or any(match(relative) for match in compiled)
+def _identity(root: Path, entries: Sequence[Entry]) -> bytes:
+    state = hashlib.blake2b(encode_key(str(root)), digest_size=DIGEST_BYTES)
+    for entry in entries:
+        state.update(b"\0%b\0%d\0%d" % (encode_key(entry.relative), entry.size, entry.mtime_ns))
+    return state.digest()
 
 
-def _walk(root: str, wanted: Callable[[str], bool], skipped: Skipped) -> Iterator[tuple[str, str, int]]:
-    """Yields (relative path, path, size) of every file taken, folder by folder in name order."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        for entry in _list_folder(os.path.join(root, folder)):
-            relative = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.name.startswith("."):
-                skipped.hidden += 1
-            elif not entry.is_symlink() and entry.is_dir():
-                folders.append(relative)
-            elif not wanted(relative):
-                skipped.excluded += 1
-            elif entry.is_symlink() and not _leads_to_file_inside(entry.path, root):
-                skipped.links += 1
-            elif not entry.is_file():
-                skipped.special += 1
-            else:
-                yield relative, entry.path, _readable_size(entry.path)
+def _passed_over(skipped: Skipped) -> str:
+    return f" (passed over: {skipped.describe()})" if skipped.total else ""
 
 
-def _list_folder(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"{folder!r}: {error.strerror}; make the folder readable or move it away") from error
+# -- files -------------------------------------------------------------------------------------------------
 
 
-def _leads_to_file_inside(link: str, root: str) -> bool:
-    target = os.path.realpath(link)
-    return target.startswith(root.rstrip(os.sep) + os.sep) and os.path.isfile(target)
+def _one_file(root: Path, entry: Entry, rule: StemRule, depth: int) -> Scan:
+    samples = Samples.of(_group_files(iter([entry]), rule), depth)
+    return Scan(root=root, samples=samples, kind="one file", identity=_identity(root, [entry]))
 
 
-def _readable_size(path: str) -> int:
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise UserError(f"{path!r}: {error.strerror}; scan again when nothing changes the folder") from error
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path!r}: permission denied; make the file readable or exclude it with --include")
-    return size
+def _scan_files(path: Path, root: Path, wanted: Wanted, rule: StemRule, depth: int) -> Scan:
+    skipped = Skipped()
+    state = hashlib.blake2b(encode_key(str(root)), digest_size=DIGEST_BYTES)
+
+    def files() -> Iterator[Entry]:
+        for entry in walk(str(root), wanted, skipped):
+            refuse_pickle(entry.path)
+            state.update(_identity(root, [entry]))
+            yield entry
+
+    classes = _image_classes(str(root), wanted)
+    records = _group_files(files(), rule)
+    samples = Samples.of(_with_classes(records, classes) if classes else records, depth).by_key()
+    if not samples:
+        raise UserError(
+            f"{str(path)!r}: no samples found{_passed_over(skipped)}; check the path and --include"
+        )
+    kind = f"ImageFolder of {len(classes)} classes" if classes else "folder of files"
+    return Scan(root=root, samples=samples, skipped=skipped, kind=kind, identity=state.digest())
 
 
-def _group_files(
-    files: Iterator[tuple[str, str, int]], rule: StemRule, depth: int
-) -> tuple[ScannedSample, ...]:
-    by_key: defaultdict[str, dict[str, FileField]] = defaultdict(dict)
-    for relative, path, size in files:
-        folder, slash, name = relative.rpartition("/")
-        stem, extension = split_name(name, rule)
-        fields = by_key[folder + slash + stem]
-        if extension in _RESERVED:
-            raise UserError(f"{path!r}: the extension {extension!r} is reserved; rename the file")
-        if extension in fields:
-            raise UserError(
-                f"{fields[extension][1]!r} and {path!r} would both be field {extension!r} of one sample; "
-                f"rename one of them"
-            )
-        fields[extension] = (extension, path, size)
-        if len(fields) > MAX_FIELDS:
-            raise UserError(
-                f"sample {folder + slash + stem!r}: more than {MAX_FIELDS} files share this stem; "
-                f"rename them, or choose another rule with --stem"
-            )
-    samples = [
-        ScannedSample(key, group_of(key, depth), tuple(fields[extension] for extension in sorted(fields)))
-        for key, fields in sorted(by_key.items(), key=lambda item: encode_key(item[0]))
-    ]
-    for sample in samples:
-        if len(encode_key(sample.key)) > MAX_KEY_BYTES:
-            raise UserError(f"{sample.fields[0][1]!r}: path longer than {MAX_KEY_BYTES} bytes; shorten it")
-    return tuple(samples)
+def _group_files(files: Iterator[Entry], rule: StemRule) -> Iterator[Record]:
+    """The files of a folder come one after the other."""
+    for folder, entries in groupby(files, key=lambda entry: entry.relative.rpartition("/")[0]):
+        by_stem: dict[str, dict[str, FileField]] = {}
+        for entry in entries:
+            stem, extension = split_name(entry.name, rule)
+            fields = by_stem.setdefault(stem, {})
+            if extension in fields:
+                raise UserError(
+                    f"{fields[extension].path!r} and {entry.path!r} would both be field {extension!r} of one "
+                    f"sample; rename one of them"
+                )
+            fields[extension] = FileField(extension, entry.path, entry.size)
+        for stem, fields in by_stem.items():
+            yield f"{folder}/{stem}" if folder else stem, list(fields.values())
+
+
+def _image_classes(root: str, wanted: Wanted) -> tuple[str, ...]:
+    """The class folders of an ImageFolder, sorted; empty for anything else, a folder of splits among it."""
+    classes: set[str] = set()
+    for folder, entries in groupby(
+        walk(root, wanted, Skipped()), key=lambda entry: os.path.dirname(entry.relative)
+    ):
+        names = [os.path.splitext(entry.name) for entry in entries]
+        is_images = all(ending.lower() in IMAGES for _, ending in names)
+        if not folder or not is_images or len({stem for stem, _ in names}) < len(names):
+            return ()
+        classes.add(folder.partition("/")[0])
+    return () if classes <= SPLITS else tuple(sorted(classes))
+
+
+def _with_classes(records: Iterator[Record], classes: tuple[str, ...]) -> Iterator[Record]:
+    numbers = {name: str(number).encode() for number, name in enumerate(classes)}
+    for key, fields in records:
+        number = numbers[class_of(key) or ""]
+        yield key, [*fields, FileField(CLASS, "", len(number), 0, number)]

@@ -43,6 +43,7 @@ Stamp = tuple[int, int, int]
 """Of a file: when it was last written to (ns), its size in bytes, its inode."""
 
 _STAGING = "staging-"
+_SPOOL = "spool-"
 _DATASET_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 
 
@@ -70,10 +71,12 @@ class Store:
     ``capacity_bytes`` bounds the bytes of shards, held and on their way; None leaves it to the disk.
     A data set is named by its manifest's 16-byte digest, a shard by its index in the manifest. Methods that
     take them raise LookupError for an unknown data set, RemoteProtocolError for an index out of range.
+    ``keep_staging`` leaves what an interrupted seeding has written for `staging` to go on with.
     """
 
-    def __init__(self, root: Path, capacity_bytes: int | None = None) -> None:
+    def __init__(self, root: Path, capacity_bytes: int | None = None, *, keep_staging: bool = False) -> None:
         self.root = root
+        self._keep_staging = keep_staging
         self.capacity_bytes = capacity_bytes
         self._lock = threading.RLock()
         self._datasets: dict[bytes, _Dataset] = {}
@@ -89,8 +92,11 @@ class Store:
 
     def _open(self) -> None:
         for folder in sorted(self.root.iterdir()):
-            if folder.name.startswith(_STAGING):
+            if folder.name.startswith(_SPOOL):
                 shutil.rmtree(folder)
+            elif folder.name.startswith(_STAGING):
+                if not self._keep_staging:
+                    shutil.rmtree(folder)
             elif _DATASET_NAME.match(folder.name) and (folder / MANIFEST_NAME).is_file():
                 try:
                     manifest: Manifest | None = Manifest.from_bytes((folder / MANIFEST_NAME).read_bytes())
@@ -298,22 +304,40 @@ class Store:
     # -- making a data set -------------------------------------------------------------------------------
 
     @contextmanager
-    def staging(self, size_bytes: int) -> Iterator[Path]:
+    def spool_folder(self) -> Iterator[Path]:
+        """A folder on the store's disk for what is needed only while a data set is made."""
+        with disk_errors(self.root):
+            folder = Path(tempfile.mkdtemp(prefix=_SPOOL, dir=self.root))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def staging(self, size_bytes: int, identity: bytes = b"") -> Iterator[Path]:
         """A folder for the shards, ``size_bytes`` in all, of a data set being made.
 
-        It is gone afterwards unless `publish` has taken it. Raises StoreFull when there is no room.
+        It is gone afterwards unless `publish` has taken it, or the process is interrupted: then the next one
+        that names the same ``identity`` gets it with what was written. Others' leftovers are removed. Raises
+        StoreFull when there is no room.
         """
+        folder = self.root / f"{_STAGING}{identity.hex() or 'once'}"
+        for left in self.root.glob(f"{_STAGING}*"):
+            if left != folder or not identity:
+                shutil.rmtree(left, ignore_errors=True)
+        there = sum(path.stat().st_size for path in (folder / SHARDS_NAME).glob("*.tar"))
         with self._lock:
-            self._require_room(size_bytes)
+            self._require_room(size_bytes - there)
             self._used_bytes += size_bytes
         try:
             with disk_errors(self.root):
-                folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
-                (folder / SHARDS_NAME).mkdir()
+                (folder / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
             try:
                 yield folder
-            finally:
+            except Exception:
                 shutil.rmtree(folder, ignore_errors=True)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
         finally:
             with self._lock:
                 self._used_bytes -= size_bytes

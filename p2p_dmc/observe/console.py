@@ -18,7 +18,7 @@ from p2p_dmc.observe.output import Output
 from p2p_dmc.wire.messages import LocalLine
 
 if TYPE_CHECKING:
-    from p2p_dmc.data.formats import Scan
+    from p2p_dmc.data.found import Scan
 
 LIVE_EVERY_S = 0.2
 LINE_EVERY_S = 5.0
@@ -127,20 +127,9 @@ class Console:
 
     def scan_line(self, path: Path, found: Scan) -> str:
         """What a look at the input has found."""
-        skipped = found.skipped
-        reasons = [
-            f"{count} {what}"
-            for count, what in (
-                (skipped.hidden, "hidden"),
-                (skipped.links, "links"),
-                (skipped.excluded, "not matching --include"),
-                (skipped.special, "special"),
-            )
-            if count
-        ]
-        left_out = f"; passed over: {', '.join(reasons)}" if reasons else ""
+        left_out = f"; passed over: {found.skipped.describe()}" if found.skipped.total else ""
         return (
-            f"{path}: {plural(len(found.samples), 'sample')} with fields {', '.join(found.extensions)}, "
+            f"{path}: {found.kind}, {plural(len(found.samples), 'sample')} with fields {', '.join(found.extensions)}, "
             f"{format_size(found.total_bytes)}{left_out}"
         )
 

@@ -47,7 +47,8 @@ def seed_tree(tree: Path, store: Store, **options: Any) -> Manifest:
     }
     name = settings.pop("name", "small")
     replicas = settings.pop("replicas", 2)
-    shards = plan_shards(scan(tree), **settings)
+    found = scan(tree)
+    shards = plan_shards(found, **settings)
     return write_shards(
-        shards, store, name=name, mode=settings["mode"], replicas=replicas, seed=settings["seed"]
+        shards, store, scan=found, name=name, mode=settings["mode"], replicas=replicas, seed=settings["seed"]
     )

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from p2p_dmc.data import formats
-from p2p_dmc.data.formats import Scan, group_of, scan, split_name
+from p2p_dmc.data import walk
+from p2p_dmc.data.formats import scan
+from p2p_dmc.data.found import Scan, group_of
+from p2p_dmc.data.readers.names import split_name
 from p2p_dmc.errors import UserError
 from tests.data.helpers import make_tree
 
@@ -52,7 +54,7 @@ def test_samples_fields_groups_and_classes(tmp_path: Path) -> None:
     assert result.classes == ("a", "b")
     assert result.extensions == ("bin", "cls", "jpg", "json", "txt")
     assert result.total_bytes == 18
-    assert result.samples[3].fields[1] == ("jpg", str(tmp_path / "b/x.jpg"), 5)
+    assert result.samples[3].fields[1] == ("jpg", str(tmp_path / "b/x.jpg"), 5, 0, b"")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_include_matches_the_relative_path(tmp_path: Path) -> None:
     assert list(found(scan(tmp_path, include=["**/*.py"]))) == ["a", "p/b", "p/q/c"]
     assert list(found(scan(tmp_path, include=["p/*.py", "a.*"]))) == ["a", "p/b", "p/q/c"]
     assert scan(tmp_path, include=["*.py"]).skipped.excluded == 1
-    with pytest.raises(UserError, match="4 not matching --include"):
+    with pytest.raises(UserError, match="4 not matching --include or matching --exclude"):
         scan(tmp_path, include=["*.jpg"])
 
 
@@ -108,7 +110,7 @@ def test_links_out_of_the_tree_and_loops(tmp_path: Path) -> None:
     result = scan(tree)
     assert found(result) == {"a/inside": ("t",), "a/x": ("t",)}
     assert result.skipped.links == 6
-    assert {field[2] for sample in result.samples for field in sample.fields} == {4}
+    assert {field.size for sample in result.samples for field in sample.fields} == {4}
 
 
 def test_the_given_path_may_be_a_link(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asked.append(path)
         return not path.endswith("y.t")
 
-    monkeypatch.setattr(formats.os, "access", access)  # root may read everything, so the answer is given here
+    monkeypatch.setattr(walk.os, "access", access)  # root may read everything, so the answer is given here
     with pytest.raises(UserError, match=r"d/y\.t'.*permission denied"):
         scan(tmp_path)
     assert asked[-1].endswith("y.t")
@@ -192,6 +194,6 @@ def test_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(formats.os, "scandir", refuse)
+    monkeypatch.setattr(walk.os, "scandir", refuse)
     with pytest.raises(UserError, match=r"/d': Permission denied"):
         scan(tmp_path)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_dmc.data import sharding
-from p2p_dmc.data.formats import Scan, ScannedSample, group_of, scan
+from p2p_dmc.data import sharding, sources
+from p2p_dmc.data.formats import scan
+from p2p_dmc.data.found import FileField, Samples, Scan
 from p2p_dmc.data.sharding import Shard, plan_shards, tar_header, write_shards
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import UserError
@@ -27,13 +28,13 @@ KIB = 1024
 
 
 def fake_scan(sizes: dict[str, int], depth: int = 1) -> Scan:
-    samples = [ScannedSample(k, group_of(k, depth), (("t", f"/{k}", sizes[k]),)) for k in sorted(sizes)]
-    return Scan(Path("/"), tuple(samples))
+    samples = ((key, [FileField("t", f"/{key}", sizes[key])]) for key in sorted(sizes))
+    return Scan(Path("/"), Samples.of(samples, depth))
 
 
 def tar_size(shard: Shard) -> int:
     """What the file will have, from the parts of tar: headers, padded contents, two zero blocks."""
-    return 1024 + sum(512 + -(-size // 512) * 512 for sample in shard for _, _, size in sample.fields)
+    return 1024 + sum(512 + -(-size // 512) * 512 for sample in shard for _, _, size, *_ in sample.fields)
 
 
 def keys(shards: list[Shard]) -> list[list[str]]:
@@ -222,9 +223,17 @@ def test_same_input_same_bytes_whatever_the_file_times(tmp_path: Path) -> None:
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     store = Store(tmp_path / "store")
-    shards = plan_shards(scan(small_tree(tmp_path / "tree")), max_shard_size=20_000)
+    found = scan(small_tree(tmp_path / "tree"))
+    shards = plan_shards(found, max_shard_size=20_000)
     manifest = write_shards(
-        shards, store, name="n", mode="file", replicas=1, seed=0, progress=lambda *call: calls.append(call)
+        shards,
+        store,
+        scan=found,
+        name="n",
+        mode="file",
+        replicas=1,
+        seed=0,
+        progress=lambda *call: calls.append(call),
     )
     assert calls[-1] == (manifest.total_bytes, manifest.total_bytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
@@ -233,11 +242,12 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
 def test_a_file_that_grows_shrinks_or_vanishes_is_named(tmp_path: Path) -> None:
     for change in (lambda p: p.write_bytes(b"longer than before"), lambda p: p.write_bytes(b""), Path.unlink):
         tree = make_tree(tmp_path / "tree", {"d/x.t": 5, "d/y.t": 5})
-        shards = plan_shards(scan(tree))
+        found = scan(tree)
+        shards = plan_shards(found)
         change(tree / "d/y.t")
         store = Store(tmp_path / "store")
         with pytest.raises(UserError, match=r"d/y\.t"):
-            write_shards(shards, store, name="n", mode="file", replicas=1, seed=0)
+            write_shards(shards, store, scan=found, name="n", mode="file", replicas=1, seed=0)
         assert store.datasets() == () and list(store.root.iterdir()) == []
 
 
@@ -275,7 +285,7 @@ def test_wrong_name_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_memory_stays_at_a_piece_for_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = make_tree(tmp_path / "tree", {"big.t": 300_000})
-    monkeypatch.setattr(sharding, "PIECE_BYTES", 4096)
-    pieces = [len(piece) for piece in sharding._pieces(str(tree / "big.t"), 300_000)]
+    monkeypatch.setattr(sources, "PIECE_BYTES", 4096)
+    pieces = [len(piece) for piece in sources.Sources({}).whole(str(tree / "big.t"), 300_000)]
     assert max(pieces) == 4096 and sum(pieces) == 300_000
-    assert content("big.t", 300_000) == b"".join(sharding._pieces(str(tree / "big.t"), 300_000))
+    assert content("big.t", 300_000) == b"".join(sources.Sources({}).whole(str(tree / "big.t"), 300_000))

@@ -62,7 +62,7 @@ def test_a_look_at_the_input_in_words(tmp_path: Path) -> None:
         (tmp_path / name).write_text("1234")
     with Console(as_json=False) as console:
         said = console.scan_line(Path("data"), scan(tmp_path))
-    assert said == "data: 2 samples with fields json, txt, 12 B; passed over: 1 hidden"
+    assert said == "data: folder of files, 2 samples with fields json, txt, 12 B; passed over: 1 hidden"
 
 
 def test_a_reader_that_is_gone_is_told_of_once() -> None:

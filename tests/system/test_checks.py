@@ -25,8 +25,9 @@ EPOCHS, ROUNDS_PER_EPOCH = 2, 4
 def homes(tmp_path: Path) -> list[Path]:
     """Two homes of a run that went well: eight rounds in two views, two epochs over one shard of 16 samples."""
     store = Store(tmp_path / "a" / "store", 1 << 20)
-    plan = plan_shards(scan(write_samples(tmp_path / "data", 16)), mode="file", max_shard_size="auto")
-    manifest = write_shards(plan, store, name="tiny", mode="file", replicas=2, seed=0)
+    found = scan(write_samples(tmp_path / "data", 16))
+    plan = plan_shards(found, mode="file", max_shard_size="auto")
+    manifest = write_shards(plan, store, scan=found, name="tiny", mode="file", replicas=2, seed=0)
     ledger = Ledger.start(manifest.digest, manifest.sample_counts, 0, EPOCHS)
     events, rounds = [view(1, [0, 0]), assignment(1, 0), view(2, [1, 4]), assignment(2, 1)], []
     for number in range(1, 9):

@@ -40,8 +40,11 @@ class ScriptedAgent:
             for index in range(10):
                 (source / f"s{index}.txt").write_text(str(index))
         self.store = Store(folder / "store")
-        shards = plan_shards(scan(source), max_shard_size=shard_bytes)
-        self.manifest = write_shards(shards, self.store, name="numbers", mode="file", replicas=1, seed=0)
+        found = scan(source)
+        shards = plan_shards(found, max_shard_size=shard_bytes)
+        self.manifest = write_shards(
+            shards, self.store, scan=found, name="numbers", mode="file", replicas=1, seed=0
+        )
         self.environment = {tm.ENV_AGENT: f"ipc://{folder}/agent", tm.ENV_RUN: "test"}
         self.home = folder
         self.checkpoint_every_s = 60.0
