@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class Placement:
         shards that such a one, or one that has gone, was to hold. ValueError for a peer listed twice.
         """
         peers = sorted(peers, key=lambda peer: peer.peer_id)
-        for one, other in zip(peers, peers[1:], strict=False):
+        for one, other in pairwise(peers):
             if one.peer_id == other.peer_id:
                 raise ValueError(f"peer {one.peer_id!r} is listed twice")
         if tuple(peers) == self.peers:
