@@ -55,11 +55,6 @@ class Learning:
         self._broken = False
         """The view's group is dropped: nothing more is reduced in it, and the voters may have left it already."""
 
-    @property
-    def reducing(self) -> tuple[int, int] | None:
-        """Lineage of the round that the trainer is reducing."""
-        return (self.view.view_epoch, self.barrier.round) if self._reducing is not None else None
-
     def start(self) -> None:
         """The view is open."""
         self._say()

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.training import Training
 
 MAX_EARLY_MESSAGES = 4096
-PUT_OFF_S = 2.0
+PUT_OFF_S = 1.0
 """A round that is complete elsewhere is given so long to end here."""
+OFFER_AGAIN_S = 30.0
+"""Whoever was offered a state and is not let in with it waits for longer; another one it is offered only then."""
 
 
 class MemberDesk:
@@ -34,6 +36,8 @@ class MemberDesk:
         """A farewell of a member that has completed the round which is still being reduced here, and what the others
         make of it: the round comes to its end first. Else this peer would have to fetch the state from them."""
         self._put_off_since_s = 0.0
+        self._offered: dict[str, tuple[bytes, float]] = {}
+        """What each joiner was offered last, and when."""
 
     def message(self, sender: str, message: object) -> None:
         """One message of another peer for this run; RemoteProtocolError is the caller's to count."""
@@ -49,10 +53,7 @@ class MemberDesk:
             if isinstance(message, Propose):
                 manifest = run.desk.manifest
                 check_payload(message.payload, len(manifest.shards) if manifest is not None else None)
-            if not self._put_off:
-                self._hear(message)
-            elif len(self._put_off) < MAX_EARLY_MESSAGES:
-                self._put_off.append(message)
+            self._hear_in_turn(message, put_off=bool(self._put_off))
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)
         elif isinstance(message, messages.StartOffered):
@@ -116,31 +117,41 @@ class MemberDesk:
         training = self._run.training
         if training is None or training.frozen or training.barrier.own is not None:
             return
-        if self._run.change_wanted():
-            self._run.keeper.expect_request(training.held.ref.digest)
-            self._run.to_member(joiner, messages.StartOffered(start=training.held.ref))
+        start, now_s = training.held.ref, time.monotonic()
+        digest, since_s = self._offered.get(joiner, (start.digest, now_s))
+        if self._run.change_wanted() and (digest == start.digest or now_s - since_s > OFFER_AGAIN_S):
+            self._offered = {p: o for p, o in self._offered.items() if now_s - o[1] <= OFFER_AGAIN_S}
+            self._offered[joiner] = start.digest, since_s if digest == start.digest else now_s
+            self._run.keeper.expect_request(start.digest)
+            self._run.to_member(joiner, messages.StartOffered(start=start))
 
     def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
         if message.stopped.member.peer_id != sender:
             raise RemoteProtocolError("a peer withdraws for itself")
         self._run.desk.learn_strikes(decode_strikes(message.strikes))
         self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
-        reducing = self._reducing()
-        if reducing is not None and message.completed >= reducing:
-            if not self._put_off:
-                self._put_off_since_s = time.monotonic()
-            self._put_off.append(message.stopped)
-        else:
-            self._run.withdrawn(message.stopped)
+        training, member = self._run.training, message.stopped.member
+        completed = training is not None and message.completed == training.reducing
+        if not self._put_off:
+            self._put_off_since_s = time.monotonic()
+        in_view = training is not None and member in training.view.members
+        self._hear_in_turn(message.stopped, put_off=completed and in_view)  # else it breaks the round
 
-    def _reducing(self) -> tuple[int, int] | None:
-        rounds = self._run.rounds
-        return rounds.reducing if rounds is not None else None
+    def _hear_in_turn(self, message: Stopped | AgreementMessage, *, put_off: bool) -> None:
+        if put_off and len(self._put_off) < MAX_EARLY_MESSAGES:
+            self._put_off.append(message)
+        else:
+            self.hear_put_off(at_once=True)
+            self._hear(message)
 
     def hear_put_off(self, *, at_once: bool = False) -> None:
         """What was put off till the end of a reduction is heard now, if that is over or comes to nothing."""
+        if not self._put_off:
+            return
+        training = self._run.training
+        over = training is None or training.reducing is None
         late = time.monotonic() - self._put_off_since_s > PUT_OFF_S
-        if self._put_off and (at_once or late or self._reducing() is None):
+        if at_once or late or over:
             put_off, self._put_off = self._put_off, []
             for message in put_off:
                 self._hear(message)
@@ -149,7 +160,7 @@ class MemberDesk:
         run = self._run
         if isinstance(message, Stopped):
             run.withdrawn(message)
-        elif run.agreement is not None:
+        elif run.agreement is not None and not run.end.agreed:
             run.act(run.agreement.receive(message, now_ms()))
 
     def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:

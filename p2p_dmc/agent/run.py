@@ -229,7 +229,8 @@ class Run:
 
     def group_failed(self, reason: str) -> None:
         """A member has dropped this view's group: everybody knows, so nobody waits for the pre-vote's majority."""
-        self.members.hear_put_off(at_once=True)
+        if self.training is not None:
+            self.training.group_failed()
         if self.learning is not None:
             self.learning.group_failed()
         if self.learning is not None and self.learning.view.view_epoch not in self._unproven:
@@ -243,6 +244,7 @@ class Run:
             self.act(
                 self.agreement.wants_change(f"collective failed: {reason[:200]}", now_ms(), at_once=True)
             )
+        self.members.hear_put_off()
 
     def ledger(self) -> Ledger:
         if self.training is not None:
@@ -359,10 +361,10 @@ class Run:
 
     def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
         """Membership's word about a peer."""
-        if verdict is not Verdict.REACHABLE:
-            self.members.hear_put_off(at_once=True)
         if self.agreement is not None and peer_id != self.me.peer_id and not self.end.agreed:
             self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
+        if verdict is not Verdict.REACHABLE:
+            self.members.hear_put_off(at_once=True)
 
     @property
     def history(self) -> bytes:

@@ -174,6 +174,7 @@ class RunEnd:
             return
         self.outcome, self.detail = outcome, detail
         self.round_over()
+        self._run.views.stop_learning()
         self.over_s = time.monotonic()
         self._run.event("run_over", outcome=outcome, detail=detail)
         self._run.services.meta_changed()

@@ -103,6 +103,7 @@ class Training:
         self._given_up = ledger.given_up_since(held.ledger)
         """Quarantined or lost as the view opened; the first complete round puts it on record."""
         self._reducing: BarrierResult | None = None
+        self._broken = False
         self._stale = False
         """Samples of the assignment were quarantined: the next barrier changes the view."""
         self._said_at_s = 0.0
@@ -120,8 +121,13 @@ class Training:
 
     @property
     def reducing(self) -> tuple[int, int] | None:
-        """Lineage of the round that the trainer is reducing."""
-        return (self.view.view_epoch, self.barrier.round) if self._reducing is not None else None
+        """Lineage of the round that the trainer is reducing, and may complete."""
+        hopeful = self._reducing is not None and not self._broken
+        return (self.view.view_epoch, self.barrier.round) if hopeful else None
+
+    def group_failed(self) -> None:
+        """The view's group is dropped: whatever is being reduced will not be complete here."""
+        self._broken = True
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

@@ -130,8 +130,10 @@ class Views:
     def offered(self, sender: str, start: StateRef) -> None:
         """The next view, which lets this peer in, probably starts from this state."""
         run, agreement = self._run, self._run.agreement
-        if agreement is None or not run.desk.up or not (agreement.frozen or agreement.left_out):
+        if agreement is None or not run.desk.up or run.end.outcome:
             return
+        if not (agreement.frozen or agreement.left_out):
+            return  # a view stands, which says where it starts
         theirs = {p.peer_id: (p.meta.history, p.meta.view_epoch) for p in others(run.services, run.name)}
         if sender in theirs:
             self._offering = tuple(p for p, view in theirs.items() if view == theirs[sender])

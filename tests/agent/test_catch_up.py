@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_what_is_offered_is_downloaded_before_the_view_and_told_in_it(tmp_path: 
             await one.until(lambda: one.catch_up._held is not None, "it is here")
         asked = len(one.donors.asked)
         assert one.told == []
+        before_s = time.monotonic()
         one.catch_up.enter(voters.view)
+        assert one.catch_up.began_s >= before_s, "it counts from the view on"
         assert [h.ref for h in one.told] == [voters.held.ref] and len(one.donors.asked) == asked
         one.round((1, 2))
         await one.caught_up()

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2p_dmc.agent import run_end
+from p2p_dmc.agent import member_desk, run_end
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
@@ -344,7 +344,7 @@ def test_whoever_is_left_out_says_at_once_that_it_has_no_view(tmp_path: Path) ->
 
 @pytest.mark.parametrize("hindrance", ["", "header said", "frozen", "no change wanted"])
 def test_a_start_is_offered_to_whoever_is_let_in_at_this_rounds_barrier(
-    tmp_path: Path, hindrance: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hindrance: str
 ) -> None:
     around = surroundings(tmp_path)
     run = in_a_view_of_two(around)
@@ -367,9 +367,21 @@ def test_a_start_is_offered_to_whoever_is_let_in_at_this_rounds_barrier(
     offers = [m for _, m, _ in around.sent if isinstance(m, StartOffered)]
     assert [o.start for o in offers] == ([held.ref] if not hindrance else [])
     assert bool(run.keeper.last_request_s) is not bool(hindrance), "it stays as long as somebody may want it"
+    if hindrance:
+        return
+    for lineage, value in (
+        ((1, 2), 0.0),
+        ((1, 3), 1.0),
+    ):  # again; and whoever was not let in with that waits longer
+        run.training.held = state(slots, lineage, value)
+        run.members.message(member(3).peer_id, JoinRequest(fingerprint=()))
+    assert [m.start for _, m, _ in around.sent if isinstance(m, StartOffered)] == [held.ref] * 2
+    monkeypatch.setattr(member_desk, "OFFER_AGAIN_S", -1.0)
+    run.members.message(member(3).peer_id, JoinRequest(fingerprint=()))
+    assert around.sent[-1][1] == StartOffered(start=run.training.held.ref)
 
 
-@pytest.mark.parametrize("hindrance", ["", "in a view", "trainer lost", "unknown sender"])
+@pytest.mark.parametrize("hindrance", ["", "in a view", "trainer lost", "unknown sender", "over"])
 def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hindrance: str) -> None:
     around = surroundings(tmp_path)
     meta = run_meta(name="r", history=b"2" * 16, view_epoch=4)
@@ -378,6 +390,7 @@ def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hin
     run.desk.up = hindrance != "trainer lost"
     run.desk.policy = TauPolicy(kind="adacomm", tau0=4)
     run.agreement = cast(Agreement, SimpleNamespace(frozen=hindrance != "in a view", left_out=False))
+    run.end.outcome = "left" if hindrance == "over" else ""
     sender = 9 if hindrance == "unknown sender" else 2
     start = StateRef(lineage=(4, 1), digest=b"s" * 16)
 
@@ -388,7 +401,10 @@ def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hin
             assert run.views._catch_up.target == start
             assert run.views._offering == (member(2).peer_id, member(3).peer_id)
             assert len(run.views._learners_donors()) == 2
-        run.views.stop_learning()
+            run.learning = cast(Any, SimpleNamespace(view=view_of([payload()] * 4, members=(1, 2, 3, 4))))
+            assert len(run.views._learners_donors()) == 3, "in a view, its holders"
+        run.end.over("left", "")
+        assert run.views._catch_up is None, "nothing is downloaded for a run that is over"
 
     asyncio.run(life())
 
