@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2p_dmc import __version__
+from p2p_dmc.config import DOMAIN as FAILURE_DOMAIN
 from p2p_dmc.config import parse_size
 from p2p_dmc.errors import UserError
 
@@ -68,6 +69,17 @@ class Address(ParamType):
         return str(value)
 
 
+class Domain(ParamType):
+    """The name of a failure domain."""
+
+    name = "domain"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value and not FAILURE_DOMAIN.fullmatch(value):
+            self.fail(f"{value!r} is not a name like rack1 (letters, digits, '.', '_', '/', '-')", param, ctx)
+        return str(value)
+
+
 HOME = click.option(
     "--home",
     type=click.Path(path_type=Path, file_okay=False),
@@ -95,6 +107,13 @@ INSECURE = click.option(
 )
 CAPACITY = click.option(
     "--capacity", type=Size(), default="100GiB", show_default=True, help="Disk space offered for shards."
+)
+DOMAIN = click.option(
+    "--domain",
+    type=Domain(),
+    metavar="NAME",
+    default="",
+    help="What this peer may fail together with, for example rack1: copies of a shard go to different domains.",
 )
 SEED = click.argument("seed", required=False, type=Address(several=True))
 
@@ -210,6 +229,7 @@ def main(ctx: click.Context, debug: bool) -> None:
 @ADVERTISE
 @INSECURE
 @CAPACITY
+@DOMAIN
 @click.option(
     "--peer-name", metavar="NAME", default=None, help="Name of this peer, for people; default the host's."
 )
@@ -273,6 +293,7 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @ADVERTISE
 @INSECURE
 @CAPACITY
+@DOMAIN
 @HOME
 @JSON
 @click.option(

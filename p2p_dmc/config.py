@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 DEFAULT_PORT = 7400
@@ -12,6 +13,10 @@ DEFAULT_REPLICAS = 2
 
 DEFAULT_CAPACITY_BYTES = 100 << 30
 """What a peer offers for shards; the weight of its share of the placement."""
+
+
+DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
+"""A failure domain's name: ASCII, so that what looks the same is the same, and short, for gossip carries it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,9 @@ class AgentSettings:
 
     reconcile_still_ms: int = 1500
     """Re-placement waits until membership has been still: bytes wait out flapping, takeover does not."""
+
+    differ_still_ms: int = 20_000
+    """Peers that mean another placement are named after this long, with membership still: gossip needs seconds."""
 
     drop_still_ms: int = 30_000
     """Shards that belong elsewhere are deleted only after placement has agreed for this long."""

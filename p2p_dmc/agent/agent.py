@@ -70,6 +70,7 @@ class AgentOptions:
     seeds: tuple[str, ...] = ()
     role: Role = Role.TRAIN
     capacity_bytes: int = 100 << 30
+    domain: str = ""  # what this peer may fail together with, a rack or a house; "": alone
     stays: bool = (
         True  # False: placement does not count on it, so that others hold everything before it leaves
     )
@@ -267,7 +268,8 @@ class Agent:
         weight = min(MAX_WEIGHT, max(1, self.options.capacity_bytes >> 30)) if self.options.stays else 0
         # of a run that it left, or that failed here, a peer says nothing: nobody is to wait for it
         told = [run for _, run in sorted(self.runs.items()) if run.end.outcome in ("", "finished", "stopped")]
-        return PeerMeta(weight=weight, runs=tuple(run_meta(run) for run in told)[-8:])
+        runs = tuple(run_meta(run) for run in told)[-8:]
+        return PeerMeta(weight=weight, domain=self.options.domain, runs=runs)
 
     def meta_changed(self) -> None:
         """What this peer says of itself is stale; told at the next tick, or at once when a view opens."""

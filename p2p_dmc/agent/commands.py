@@ -55,6 +55,7 @@ def join(*, words: tuple[str, ...], debug: bool, as_json: bool, **options: Any) 
                 seeds=seeds,
                 role=Role.TRAIN if job else Role.STORE,
                 capacity_bytes=options["capacity"],
+                domain=options["domain"],
                 **network,
             )
             return run_agent(agent_options, home, console, lambda agent: _train(agent, job, seeds, console))

@@ -7,15 +7,15 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from p2p_dmc.agent.bulk import BulkClient, SourceLostError
+from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
 from p2p_dmc.agent.presence import present, storing
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
-from p2p_dmc.core.placement import Placement, placement
+from p2p_dmc.core.placement import Placement
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import ShardMissing, Stamp, Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -24,30 +24,7 @@ from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
 
 log = logging.getLogger("p2p_dmc.data")
 Key = tuple[bytes, int]  # data set digest, shard index
-LOST_REMINDER_S, AGAIN_S = 60.0, 1.0
-
-
-@dataclass(slots=True)
-class OthersHoldings:
-    """What one other peer says that it holds of one data set."""
-
-    version: int
-    shards: frozenset[int]
-    placement: bytes
-
-
-@dataclass(slots=True)
-class Known:
-    """One data set as this peer knows it."""
-
-    manifest: Manifest
-    verified: dict[int, Stamp] = field(default_factory=dict)
-    """Shards that had the right digest while their file was as it is said here."""
-    others: dict[str, OthersHoldings] = field(default_factory=dict)
-    placed: Placement | None = None
-    version: int = 1
-    drop_agreed_since_s: float | None = None
-    lost_said_s: float = 0.0
+AGAIN_S = 1.0
 
 
 class DataService:
@@ -72,6 +49,7 @@ class DataService:
         self._journal = journal
         self._say = say
         self._send = send
+        self._watch = DataWatch(say, journal, settings.differ_still_ms / 1000)
         self._members = members
         self._known: dict[bytes, Known] = {d: Known(manifest=store.manifest(d)) for d in store.datasets()}
         self._manifest_fetches: set[bytes] = set()
@@ -152,6 +130,10 @@ class DataService:
         known = self._known.get(dataset)
         return known.placed if known else None
 
+    def dissenters(self, dataset: bytes) -> list[str]:
+        """Peers that mean another placement than this one, for a moment or for good."""
+        return self._known[dataset].dissenters()
+
     def holders(self, dataset: bytes) -> dict[int, list[str]]:
         """Shard index to the live peers that hold it, this one included."""
         known = self._known[dataset]
@@ -210,13 +192,11 @@ class DataService:
         self._changed_s = time.monotonic()
 
     def _replace(self, known: Known) -> None:
-        peers = storing(self._members())
-        if known.placed is None or known.placed.peers != tuple(sorted(peers, key=lambda p: p.peer_id)):
-            known.placed = placement(known.manifest.shard_digests, peers, known.manifest.replicas)
+        if known.place(storing(self._members())):
             known.drop_agreed_since_s = None
             self._announce_wanted = True
 
-    def announcement(self, dataset: bytes) -> Holdings:
+    def announcement(self, dataset: bytes, *, answer: bool = False) -> Holdings:
         known = self._known[dataset]
         return Holdings(
             dataset=dataset,
@@ -224,13 +204,19 @@ class DataService:
             version=known.version,
             bitmap=bitmap(self.held(dataset), len(known.manifest.shards)),
             placement=known.placed.digest() if known.placed else b"",
-            manifest_bytes=0,
+            answer=answer,
         )
 
     def tell(self, peer_id: str) -> None:
         """Say to one peer what is held here of everything."""
         for dataset in sorted(self._known):
             self._send(peer_id, self.announcement(dataset), "")
+
+    def _ask_dissenters(self) -> None:
+        """What made them mean another placement, or not any more, may have been lost on the way."""
+        for dataset, known in sorted(self._known.items()):
+            for peer_id in known.dissenters():
+                self._send(peer_id, self.announcement(dataset, answer=True), "")
 
     def heard(self, sender: str, said: Holdings) -> None:
         """A peer's holdings; RemoteProtocolError when they make no sense."""
@@ -250,7 +236,7 @@ class DataService:
             return  # the last words of one that is gone
         before = known.others.get(sender)
         known.others[sender] = OthersHoldings(version=said.version, shards=shards, placement=said.placement)
-        if before is None:
+        if before is None or said.answer:
             self._send(sender, self.announcement(said.dataset), "")
 
     def _name_clash(self, mine: Manifest, said: Holdings) -> None:
@@ -343,15 +329,18 @@ class DataService:
             others = [peer_id for peer_id, _ in present(self._members()) if peer_id != self._me]
             if others:
                 self.tell(self._rng.choice(others))
+            self._ask_dissenters()
         if now_s - self._changed_s < self._settings.reconcile_still_ms / 1000:
             return
+        names = {r.peer_id: r.name for r in self._members()}
         for dataset, known in self._known.items():
             if known.placed is not None and not self.full:
                 for shard in known.placed.shards_of(self._me):
                     if not self.store.has(dataset, shard) and self._sources((dataset, shard)):
                         self._start_fetch((dataset, shard), urgent=False)
             self._drop_surplus(dataset, known, now_s)
-            self._name_lost(dataset, known, now_s)
+            self._watch.lost(known, self.reachable(dataset), now_s, self._changed_s)
+            self._watch.dissent(known, names, now_s)
 
     def _drop_surplus(self, dataset: bytes, known: Known, now_s: float) -> None:
         """Never the last copy: only what its placed holders, who mean the same placement, all say they hold."""
@@ -381,20 +370,6 @@ class DataService:
     def release_use(self) -> None:
         """A run ended or its assignment changed: nothing is in use until it is asked for again."""
         self._in_use.clear()
-
-    def _name_lost(self, dataset: bytes, known: Known, now_s: float) -> None:
-        lost = sorted(set(range(len(known.manifest.shards))) - self.reachable(dataset))
-        if lost and now_s - max(known.lost_said_s, self._changed_s) > (
-            LOST_REMINDER_S if known.lost_said_s else 5.0
-        ):
-            known.lost_said_s = now_s
-            names = ", ".join(known.manifest.shard_digests[i].hex()[:12] for i in lost[:3])
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            self._say(
-                f"data set {known.manifest.name!r}: no live peer holds {len(lost)} of {len(known.manifest.shards)} "
-                f"shards ({names}{more}); start a peer that has them"
-            )
-            self._journal.event("shards_lost", dataset=dataset.hex(), shards=len(lost))
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from p2p_dmc.core.membership import MemberRecord, MemberState
 from p2p_dmc.core.placement import StoringPeer
-from p2p_dmc.wire.messages import decode_meta
+from p2p_dmc.wire.messages import PeerMeta, decode_meta
 
 
 def present(records: Iterable[MemberRecord]) -> tuple[tuple[str, int], ...]:
     """The live peers that say what they hold: (peer_id, weight), weight 0 for one that means to leave soon."""
-    peers = []
-    for record in records:
-        meta = decode_meta(record.meta)
-        if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and meta is not None:
-            peers.append((record.peer_id, max(0, meta.weight)))
-    return tuple(peers)
+    return tuple((peer_id, meta.weight) for peer_id, meta in _metas(records))
 
 
 def storing(records: Iterable[MemberRecord]) -> tuple[StoringPeer, ...]:
-    """The peers that placement counts, with their weights."""
-    return tuple(StoringPeer(peer_id=p, weight=weight) for p, weight in present(records) if weight)
+    """The peers that placement counts, with their weights and failure domains."""
+    return tuple(
+        StoringPeer(peer_id=peer_id, weight=meta.weight, domain=meta.domain)
+        for peer_id, meta in _metas(records)
+        if meta.weight
+    )
+
+
+def _metas(records: Iterable[MemberRecord]) -> Iterator[tuple[str, PeerMeta]]:
+    for record in records:
+        meta = decode_meta(record.meta)
+        if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and meta is not None:
+            yield record.peer_id, meta

@@ -82,6 +82,7 @@ class Requests:
             "bulk_address": record.bulk_address,
             "role": "train" if trains else "store",
             "state": record.state.name,
+            "domain": meta.domain if meta is not None else "",
             "boot": record.boot,
             "incarnation": record.incarnation,
         }
@@ -160,10 +161,9 @@ class Requests:
         gone = {self.peer(text) for text in without}
         sets = []
         for manifest in agent.data.manifests():
-            now = placement(manifest.shard_digests, peers, manifest.replicas)
-            later = placement(
-                manifest.shard_digests, [p for p in peers if p.peer_id not in gone], manifest.replicas
-            )
+            placed = agent.data.placed(manifest.digest)
+            now = (placed or placement(manifest.shard_digests, (), manifest.replicas)).with_peers(peers)
+            later = now.with_peers([p for p in peers if p.peer_id not in gone])
             holders = agent.data.holders(manifest.digest)
             sets.append(
                 {
@@ -171,6 +171,7 @@ class Requests:
                     "dataset": manifest.digest.hex(),
                     "replicas": manifest.replicas,
                     "placement": now.digest().hex(),
+                    "dissenters": agent.data.dissenters(manifest.digest),
                     "shards": [
                         {
                             "shard": digest.hex(),
@@ -194,7 +195,8 @@ class Requests:
                 }
             )
         names = {r.peer_id: r.name for r in agent.members()}
-        return {"datasets": sets, "without": sorted(gone), "names": names}
+        domains = {p.peer_id: p.domain for p in peers if p.domain}
+        return {"datasets": sets, "without": sorted(gone), "names": names, "domains": domains}
 
     def peer(self, text: str, remembered: Mapping[str, str] | None = None) -> str:
         """The peer_id that a person means by an id, the start of one, a name or an address; UserError.

@@ -49,6 +49,7 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             seeds=seeds,
             role=Role.STORE,
             capacity_bytes=options["capacity"],
+            domain=options["domain"],
             stays=not options["leave_when_replicated"],
             **network,
         )

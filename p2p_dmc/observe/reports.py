@@ -214,6 +214,8 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
             f"{plural(dataset['replicas'], 'replica')} wanted; {short_of} not yet where they should be"
         )
         terminal.print(Text(printable(heading)))
+        if dataset["dissenters"]:
+            terminal.print(Text(printable(f"placed otherwise by {called(dataset['dissenters'])}")))
         table = table_of("SHARD", "SAMPLES", "SIZE", "SHOULD HOLD", "HOLD")
         for s in dataset["shards"]:
             size = format_size(s["size_bytes"])
@@ -222,6 +224,9 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
         if facts["without"]:
             terminal.print(Text(printable(f"without {called(facts['without'])}:")))
             _render_moves(dataset["moves"], names, terminal)
+    for domain in sorted(set(facts["domains"].values())):
+        peers = called(p for p, of in facts["domains"].items() if of == domain)
+        terminal.print(Text(printable(f"domain {domain}: {peers}")))
     if not facts["datasets"]:
         terminal.print("no data set is known here yet")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from p2p_dmc.config import DOMAIN
 from p2p_dmc.core import agreement_messages, membership
 from p2p_dmc.core.agreement_messages import DIGEST_BYTES, NUMBER_MAX
 from p2p_dmc.core.placement import MAX_WEIGHT
@@ -79,11 +80,14 @@ class PeerMeta:
     """The application's part of a membership record."""
 
     weight: int  # share of the placement, GiB of capacity; 0: it means to leave and is to hold nothing
+    domain: str = ""  # what it may fail together with; "": alone
     runs: tuple[RunMeta, ...]
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight <= MAX_WEIGHT:
             raise ValueError(f"weight {self.weight} is not in 0..{MAX_WEIGHT}")
+        if self.domain and not DOMAIN.fullmatch(self.domain):
+            raise ValueError(f"{self.domain[:20]!r} is no failure domain")
 
 
 def encode_meta(meta: PeerMeta) -> bytes:
@@ -221,7 +225,7 @@ class Holdings:
     version: int
     bitmap: bytes
     placement: bytes  # digest of the placement that the sender computed
-    manifest_bytes: int
+    answer: bool  # the sender wants to hear the receiver's
 
 
 class BulkKind(IntEnum):

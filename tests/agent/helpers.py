@@ -56,7 +56,12 @@ def run_meta(**facts: Any) -> RunMeta:
 
 
 def record(
-    i: int, *runs: RunMeta, weight: int = 1, state: MemberState = MemberState.ALIVE, bulk: str = ""
+    i: int,
+    *runs: RunMeta,
+    weight: int = 1,
+    state: MemberState = MemberState.ALIVE,
+    bulk: str = "",
+    domain: str = "",
 ) -> MemberRecord:
     return MemberRecord(
         peer_id=peer(i),
@@ -67,7 +72,7 @@ def record(
         address=f"tcp://127.0.0.1:{10000 + i}",
         bulk_address=bulk,
         role=Role.TRAIN,
-        meta=encode_meta(PeerMeta(weight=weight, runs=runs)),
+        meta=encode_meta(PeerMeta(weight=weight, domain=domain, runs=runs)),
     )
 
 

@@ -34,18 +34,20 @@ SETTINGS = AgentSettings(
     holdings_interval_ms=400,
     reconcile_still_ms=100,
     drop_still_ms=200,
+    differ_still_ms=2000,
 )
 
 
 class Node:
     """One peer's data: store, service, bulk server."""
 
-    def __init__(self, net: Net, i: int, store: Store, weight: int) -> None:
+    def __init__(self, net: Net, i: int, store: Store, weight: int, domain: str = "") -> None:
         self.id = peer(i)
         self.store = store
         self.alive = True
         self.server = BulkServer(net.context)
-        self.record = record(i, weight=weight, bulk=f"tcp://127.0.0.1:{self.server.bind('127.0.0.1')}")
+        bulk = f"tcp://127.0.0.1:{self.server.bind('127.0.0.1')}"
+        self.record = record(i, weight=weight, bulk=bulk, domain=domain)
         self.client = BulkClient(net.context, SETTINGS.range_timeout_ms)
         self.around: Around = surroundings(net.root, me=i)
         self.data = DataService(
@@ -56,7 +58,7 @@ class Node:
             journal=self.around.services.journal,
             say=self.around.said.append,
             send=lambda to, message, run: net.deliver(self, to, message),
-            members=net.members,
+            members=lambda: net.seen_by(self),
         )
         self.server.provide(BulkKind.MANIFEST, self.data.provide_manifest)
         self.server.provide(BulkKind.SHARD, self.data.provide_shard)
@@ -75,11 +77,16 @@ class Net:
         self.nodes: list[Node] = []
         self.now_s = 1000.0
         self.watch: Callable[[], None] = lambda: None
+        self.seen_by: Callable[[Node], tuple[MemberRecord, ...]] = lambda node: self.members()
+        self.lose: Callable[[Node, str, Holdings], bool] = lambda sender, to, message: False
 
     def members(self) -> tuple[MemberRecord, ...]:
         return tuple(n.record if n.alive else replace(n.record, state=MemberState.DEAD) for n in self.nodes)
 
     def deliver(self, sender: Node, to: str, message: object) -> None:
+        if isinstance(message, Holdings) and self.lose(sender, to, message):
+            return
+
         def arrive() -> None:
             for node in self.nodes:
                 if node.id == to and node.alive and sender.alive and isinstance(message, Holdings):
@@ -87,8 +94,8 @@ class Net:
 
         asyncio.get_running_loop().call_soon(arrive)
 
-    def join(self, i: int, store: Store, weight: int = 1) -> Node:
-        node = Node(self, i, store, weight)
+    def join(self, i: int, store: Store, weight: int = 1, domain: str = "") -> Node:
+        node = Node(self, i, store, weight, domain)
         self.nodes.append(node)
         self.changed()
         for other in self.nodes:
@@ -318,6 +325,110 @@ def test_a_peer_that_means_to_leave_is_placed_nothing_and_asked_for_what_it_has(
     run(work())
 
 
+def test_copies_go_to_different_domains_and_do_so_again_after_one_is_lost(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of() as net:
+            nodes = [net.join(1, store, domain="a")]
+            nodes += [net.join(i, empty(tmp_path, i), domain=w) for i, w in enumerate("abbc", start=2)]
+            domain_of = dict(zip([n.id for n in nodes], "aabbc", strict=True))
+
+            def spread(least: int) -> bool:
+                return all(
+                    len({domain_of[p] for p in holders}) >= least
+                    for holders in nodes[-1].data.holders(d).values()
+                )
+
+            await net.until(lambda: settled(net, manifest) and spread(2))
+            await net.until(
+                lambda: all(n.data.held(d) == set(n.data.placed(d).shards_of(n.id)) for n in nodes)
+            )
+            assert spread(2) and all(sum(s in n.data.held(d) for n in nodes) == 2 for s in shards)
+            for node in nodes[:2]:  # the whole of domain a: no shard is lost with it
+                net.kill(node)
+            assert all(nodes[-1].data.holders(d)[s] for s in shards)
+            await net.until(lambda: settled(net, manifest) and spread(2))
+
+    run(work())
+
+
+# -- dissent ----------------------------------------------------------------------------------------------------------
+
+
+def test_peers_that_place_otherwise_for_long_are_named_by_both(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    """Peer 2 believes that peer 3 is in another domain, which changes no holder but the placement's digest."""
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            three = net.join(3, empty(tmp_path, 3))
+            await net.until(lambda: all(d in [m.digest for m in n.data.manifests()] for n in net.nodes))
+            await net.rest(4.0)
+            assert not [e for n in net.nodes for e in n.events("placement_differs")]
+            other = replace(three.record, meta=record(3, domain="elsewhere").meta)
+            net.seen_by = lambda node: (
+                net.members()
+                if node is not two
+                else tuple(other if r is three.record else r for r in net.members())
+            )
+            net.changed()
+            await net.until(lambda: one.data.dissenters(d) == [two.id] and len(two.data.dissenters(d)) == 2)
+            await net.until(lambda: len(two.events("placement_differs")) == 2)
+            await net.until(lambda: all(len(n.events("placement_differs")) == 1 for n in (one, three)))
+            await net.rest(4.0)
+            assert [e["peer_id"] for e in one.events("placement_differs")] == [two.id]
+            (line,) = [line for line in one.around.said if "otherwise" in line]
+            assert line.startswith("peer2 places data set 'small' otherwise than this peer")
+            net.seen_by = lambda node: net.members()
+            net.changed()
+            await net.until(lambda: len(two.events("placement_agrees")) == 2)
+            await net.until(lambda: all(len(n.events("placement_agrees")) == 1 for n in (one, three)))
+            assert all(n.data.dissenters(d) == [] for n in net.nodes)
+
+    run(work())
+
+
+def test_a_word_that_was_lost_is_asked_for_before_anybody_is_named(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: settled(net, manifest))
+            lost, asked = [], False
+
+            def lose(sender: Node, to: str, message: Holdings) -> bool:
+                """All that peer 2 says to peer 1, until it is asked."""
+                nonlocal asked
+                asked = asked or (sender is one and to == two.id and message.answer)
+                if sender is two and to == one.id and not asked:
+                    lost.append(message.placement)
+                    return True
+                return False
+
+            net.lose = lose
+            net.join(3, empty(tmp_path, 3))
+            await net.until(lambda: asked)
+            assert two.data.placed(d).digest() in lost
+            await net.rest(0.3)
+            assert one.data.dissenters(d) == []
+            await net.rest(4.0)
+            assert not [e for n in net.nodes for e in n.events("placement_differs")]
+
+    run(work())
+
+
 # -- dropping ---------------------------------------------------------------------------------------------------------
 
 
@@ -344,7 +455,7 @@ def test_a_copy_is_dropped_only_when_all_that_should_have_it_say_so(
                 if case != "unheard" or i == 2:
                     said = Holdings(
                         dataset=d, name="small", version=1, bitmap=bitmap(frozenset(held), len(shards)),
-                        placement=placement, manifest_bytes=0,
+                        placement=placement, answer=False,
                     )  # fmt: skip
                     one.data.heard(peer(i), said)
 

@@ -50,7 +50,9 @@ def placement_facts() -> dict[str, Any]:
     lost = {"shard": "f" * 32, "size_bytes": 2048, "samples": 7, "should": [ALICE, BOB], "does": []}
     move = {"shard": "e" * 32, "to": BOB, "size_bytes": 2048}
     one = {"name": "digits", "dataset": "d" * 32, "replicas": 2, "shards": [shard, lost], "moves": [move]}
-    return {"datasets": [one], "without": [ALICE], "names": {ALICE: "alice", BOB: "bob"}}
+    one["dissenters"] = [BOB]
+    names, domains = {ALICE: "alice", BOB: "bob"}, {BOB: "rack2", ALICE: "rack1"}
+    return {"datasets": [one], "without": [ALICE], "names": names, "domains": domains}
 
 
 def rendered(render: Any, facts: dict[str, Any], columns: int) -> str:
@@ -106,6 +108,8 @@ def test_placement_says_everything() -> None:
     assert [c.strip() for c in columns_of(text, "ffffffffffff")][-1] == "nobody"
     assert "without alice:\n" in text
     assert [c.strip() for c in columns_of(text, "bob ")] == ["bob", "1", "2.0 KiB"]
+    assert "\nplaced otherwise by bob\n" in text
+    assert "\ndomain rack1: alice\ndomain rack2: bob\n" in text
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])

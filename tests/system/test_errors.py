@@ -140,6 +140,7 @@ def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
         ("seed-dataset tiny --listen 7400", "'7400' is not an address; write tcp://HOST:PORT"),
         ("seed-dataset tiny --join tcp://127.0.0.1:7400,here", "'here' is not an address"),
         ("seed-dataset tiny --replicas 0", "0 is not in the range"),
+        ("seed-dataset tiny --domain rack:1", "'rack:1' is not a name like rack1"),
         ("join --checkpoint-every soon tcp://127.0.0.1:1 train.py", "'soon' is not a time; write 30s, 5m or 1h"),
         ("join tcp://127.0.0.1:1 --name x train.py", "'--name' is no option of join; join's options come before SEED"),
         ("status http://x", "'http://x' is not an address"),
@@ -157,8 +158,9 @@ def test_wrong_usage_exits_with_2(folder: Path, command: str, says: str) -> None
 # -- help ---------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
-    "seed-dataset": "name mode depth max-shard-size replicas include listen join home leave-when-replicated json",
-    "join": "run listen advertise home capacity min-peers backend quorum name insecure checkpoint-every json",
+    "seed-dataset": "name mode depth max-shard-size replicas include domain listen join home json "
+    "leave-when-replicated",
+    "join": "run listen advertise home capacity domain min-peers backend quorum name insecure checkpoint-every json",
     "status": "home json",
     "placement": "home json without",
     "leave": "home json",

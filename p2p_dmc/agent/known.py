@@ -1,0 +1,126 @@
+"""One data set as this peer knows it: who is to hold its shards, who says that it does, and who means otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from p2p_dmc.core.placement import Placement, StoringPeer, placement
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.store import Stamp
+from p2p_dmc.observe.journal import Journal
+
+LOST_AFTER_S, LOST_REMINDER_S = 5.0, 60.0
+
+
+@dataclass(slots=True)
+class OthersHoldings:
+    """What one other peer says that it holds of one data set."""
+
+    version: int
+    shards: frozenset[int]
+    placement: bytes
+
+
+@dataclass(slots=True)
+class Dissent:
+    """Another peer means a placement that is not this peer's."""
+
+    placement: bytes
+    since_s: float
+    named: bool = False
+
+
+@dataclass(slots=True)
+class Known:
+    """One data set as this peer knows it."""
+
+    manifest: Manifest
+    verified: dict[int, Stamp] = field(default_factory=dict)
+    """Shards that had the right digest while their file was as it is said here."""
+    others: dict[str, OthersHoldings] = field(default_factory=dict)
+    placed: Placement | None = None
+    dissents: dict[str, Dissent] = field(default_factory=dict)
+    version: int = 1
+    drop_agreed_since_s: float | None = None
+    lost_said_s: float = 0.0
+
+    def place(self, peers: tuple[StoringPeer, ...]) -> bool:
+        """Place the shards on these peers; False where they are already."""
+        before = self.placed
+        if before is None:
+            self.placed = placement(self.manifest.shard_digests, peers, self.manifest.replicas)
+        else:
+            self.placed = before.with_peers(peers)
+        if self.placed is not before:  # gossip brings the others to it soon
+            self.dissents = {peer_id: dissent for peer_id, dissent in self.dissents.items() if dissent.named}
+        return self.placed is not before
+
+    def dissenters(self) -> list[str]:
+        """Who means another placement than this peer."""
+        digest = self.placed.digest() if self.placed is not None else b""
+        return sorted(peer_id for peer_id, other in self.others.items() if other.placement != digest)
+
+
+class DataWatch:
+    """Says aloud what is wrong with a data set and does not pass."""
+
+    def __init__(self, say: Callable[[str], None], journal: Journal, differ_still_s: float) -> None:
+        self._say = say
+        self._journal = journal
+        self._differ_still_s = differ_still_s
+
+    def lost(self, known: Known, reachable: frozenset[int], now_s: float, changed_s: float) -> None:
+        """Shards that no live peer holds; ``changed_s``: when membership last moved."""
+        manifest = known.manifest
+        lost = sorted(set(range(len(manifest.shards))) - reachable)
+        if lost and now_s - max(known.lost_said_s, changed_s) > (
+            LOST_REMINDER_S if known.lost_said_s else LOST_AFTER_S
+        ):
+            known.lost_said_s = now_s
+            names = ", ".join(manifest.shard_digests[i].hex()[:12] for i in lost[:3])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            self._say(
+                f"data set {manifest.name!r}: no live peer holds {len(lost)} of {len(manifest.shards)} "
+                f"shards ({names}{more}); start a peer that has them"
+            )
+            self._journal.event("shards_lost", dataset=manifest.digest.hex(), shards=len(lost))
+
+    def dissent(self, known: Known, names: Mapping[str, str], now_s: float) -> None:
+        """Placement is to be the same everywhere, or two peers wait for each other to fetch and to drop.
+
+        While members come and go it differs for a moment; one that still does is named, once, and when it is over.
+        """
+        if known.placed is None:
+            return
+        here, dissenters = known.placed.digest(), known.dissenters()
+        for peer_id in [p for p in known.dissents if p not in dissenters]:
+            if known.dissents.pop(peer_id).named and peer_id in known.others:
+                self._tell(known, peer_id, names, here, over=True)
+        for peer_id in dissenters:
+            there = known.others[peer_id].placement
+            dissent = known.dissents.get(peer_id)
+            if dissent is None or (dissent.placement != there and not dissent.named):
+                dissent = known.dissents[peer_id] = Dissent(there, now_s)
+            if not dissent.named and now_s - dissent.since_s >= self._differ_still_s:
+                dissent.named = True
+                self._tell(known, peer_id, names, here, over=False)
+
+    def _tell(self, known: Known, peer_id: str, names: Mapping[str, str], here: bytes, *, over: bool) -> None:
+        who, name = names.get(peer_id, peer_id[:8]), known.manifest.name
+        there = known.others[peer_id].placement
+        if over:
+            self._say(f"{who} places data set {name!r} as this peer does again")
+        else:
+            self._say(
+                f"{who} places data set {name!r} otherwise than this peer ({there.hex()[:12]} there, "
+                f"{here.hex()[:12]} here): the two see different peers, weights or domains, or run different "
+                "versions; nothing is deleted until they agree"
+            )
+        self._journal.event(
+            "placement_agrees" if over else "placement_differs",
+            peer_id=peer_id,
+            dataset=known.manifest.digest.hex(),
+            here=here.hex(),
+            there=there.hex(),
+        )
