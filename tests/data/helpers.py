@@ -8,6 +8,8 @@ from typing import Any
 
 from p2p_dmc.data.formats import scan
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.readers.base import Spool
+from p2p_dmc.data.samples import SampleReader
 from p2p_dmc.data.sharding import plan_shards, write_shards
 from p2p_dmc.data.store import Store
 
@@ -52,3 +54,27 @@ def seed_tree(tree: Path, store: Store, **options: Any) -> Manifest:
     return write_shards(
         shards, store, scan=found, name=name, mode=settings["mode"], replicas=replicas, seed=settings["seed"]
     )
+
+
+def take(path: Path, folder: Path, **options: Any) -> tuple[Manifest, dict[str, dict[str, bytes]]]:
+    """Seed whatever lies at ``path`` into a store below ``folder``, and read all of it back by the manifest."""
+    planning = {name: options.pop(name) for name in ("mode", "max_shard_size", "order") if name in options}
+    store = Store(folder / "store")
+    with store.spool_folder() as spool_folder, Spool(spool_folder) as spool:
+        found = scan(path, spool=spool, **options)
+        shards = plan_shards(found, **planning)
+        manifest = write_shards(shards, store, scan=found, name="taken", mode="file", replicas=1, seed=0)
+    return manifest, read_back(store, manifest)
+
+
+def read_back(store: Store, manifest: Manifest) -> dict[str, dict[str, bytes]]:
+    """Every sample's fields by its key."""
+    samples = {}
+    with SampleReader() as reader:
+        for index, count in enumerate(manifest.sample_counts):
+            for place in range(count):
+                sample = reader.read(store.path(manifest.digest, index), manifest, index, place)
+                fields = {name: value for name, value in sample.items() if isinstance(value, bytes)}
+                samples[str(sample["__key__"])] = fields
+    assert len(samples) == len(manifest)
+    return samples

@@ -7,7 +7,7 @@ import re
 from p2p_dmc.data.readers.base import StemRule
 
 NO_EXTENSION = "bin"
-_WEBDATASET = re.compile(r"((?:.*/|)[^.]+)[.]([^/]+)", re.DOTALL)
+_WEBDATASET = re.compile(r"((?:.*/|)[^./]+)[.]([^/]+)", re.DOTALL)
 
 
 def split_name(name: str, rule: StemRule = "last-dot") -> tuple[str, str]:
@@ -19,6 +19,6 @@ def split_name(name: str, rule: StemRule = "last-dot") -> tuple[str, str]:
 
 
 def split_member(name: str) -> tuple[str, str] | None:
-    """A tar member's key and field by WebDataset's rule; None for what that passes over."""
+    """A tar member's key and field by WebDataset's rule; None without either, for a hidden name too."""
     match = _WEBDATASET.fullmatch(name)
     return (match[1], match[2].lower()) if match else None
