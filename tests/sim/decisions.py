@@ -95,6 +95,8 @@ def found(world: World, *names: str) -> None:
     for name in names:
         world.arrive(name)
     for name in names:
+        world.detector.meet(world.hosts[name], [world.hosts[other] for other in names])
+    for name in names:
         if (host := _host(world, name)) is not None and not host.outcome:
             world.act(host, lambda core, now: core.found(tuple(sorted(names)), now))
 

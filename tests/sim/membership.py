@@ -6,7 +6,7 @@ peer was last heard; a refusal by a live machine counts as a crash if the peer w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from p2p_dmc.core.agreement_messages import Verdict
@@ -68,6 +68,13 @@ class Detector:
         now = self.now_ms + host.clock_ms
         host.heard[other.peer_id] = (other.boot, now, other.core.promise_version)
         self.tell(host, other, other.boot, Verdict.REACHABLE)
+
+    def meet(self, host: Host, others: Sequence[Host]) -> None:
+        """They have just found each other: none of them has been silent yet."""
+        now = self.now_ms + host.clock_ms
+        for other in others:
+            if other is not host and host.core is not None and other.core is not None:
+                host.heard.setdefault(other.peer_id, (other.boot, now, other.core.promise_version))
 
     def tell(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None = None) -> None:
         if host.up and host.verdicts.get(other.peer_id) != (boot, verdict):

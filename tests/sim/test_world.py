@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from p2p_dmc.core import quorum
+from p2p_dmc.core.agreement_messages import Verdict
 from p2p_dmc.core.quorum import Quorum
 from tests.sim import calm
 from tests.sim.decisions import apply, written
@@ -188,3 +189,40 @@ class TestShrinking:
     def test_seeds_differ_in_their_setting(self) -> None:
         settings = {setting_of(seed) for seed in range(60)}
         assert {setting.peers for setting in settings} == set(range(2, 9)) and len(settings) > 10
+
+
+def happen(world: World, *decisions: str) -> None:
+    for decision in decisions:
+        verb, *words = decision.split()
+        apply(world, (verb, *(int(word) if word.isdigit() else word for word in words)))
+
+
+class TestTheWorld:
+    """It is no harder than the real one."""
+
+    def test_whoever_has_just_been_found_has_not_been_silent(self) -> None:
+        world = World(["a", "b"])
+        happen(world, "found a b", "flush", "wait 100", "cut b 1", "truth a")
+        assert "b" not in world.hosts["a"].verdicts
+        happen(world, "wait 1500", "truth a")
+        assert world.hosts["a"].verdicts["b"][1] is Verdict.UNREACHABLE
+
+    def test_a_frozen_learner_gets_its_result_however_late(self) -> None:
+        world = World(["a", "b"])
+        happen(world, "found a b", "flush", "calm 200")
+        world.arrive("c")
+        learner = world.hosts["c"]
+        for _ in range(400):
+            calm.turn(world)
+            if learner.learning and all(host.training for host in world.hosts.values()):
+                break
+        happen(world, "finish a", "finish b", "enter a 2 0", "enter b 2 0", "enter c 0 0", "flush")
+        assert learner.reducing is not None and learner.learning
+        world._flow(learner.reducing)
+        assert learner.reducing.done
+        happen(world, "freeze c", "calm 5000")
+        assert world.hosts["a"].round > learner.round + 30
+        world.network.flying.clear()  # nobody tells it of a later view
+        happen(world, "thaw c", "calm 5000")
+        view = world.hosts["a"].view
+        assert view is not None and "c" in view.peers

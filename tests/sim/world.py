@@ -256,10 +256,14 @@ class World(Stage):
             self._look_at_barrier(host)
 
     def _forget_old_rounds(self) -> None:
+        """But for those whose result a frozen peer may still get."""
+        under_way = [host.reducing for host in self.hosts.values() if host.reducing is not None]
+        wanted = {(one.view.view_id, one.round) for one in under_way}
         for book in (self.collectives, self.results):
             if len(book) > 24:
                 for key in list(book)[:12]:
-                    del book[key]
+                    if key not in wanted:
+                        del book[key]
 
     def fail(self, host: Host, lost: tuple[str, ...]) -> None:
         """The collective fails here: the group is dropped, and everybody in it is told."""
