@@ -167,15 +167,16 @@ def main(ctx: click.Context, debug: bool) -> None:
     ctx.obj = {"debug": debug}
 
 
-@main.command("seed-dataset", short_help="Cut a folder into shards, hold and serve them.")
+@main.command("seed-dataset", short_help="Cut a data set into shards, hold and serve them.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--name", default=None, metavar="NAME", help="Name of the data set; default the name of PATH.")
 @click.option(
     "--mode",
-    type=click.Choice(["file", "folder"]),
+    type=click.Choice(["file", "folder", "auto"]),
     default="file",
     show_default=True,
-    help="Spread samples freely over shards, or keep the samples of a folder together.",
+    help="Spread samples freely over shards, or keep the samples of a folder together; auto: keep many small "
+    "folders together.",
 )
 @click.option(
     "--depth",
@@ -200,19 +201,30 @@ def main(ctx: click.Context, debug: bool) -> None:
     help="Peers that hold each shard.",
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match; may be repeated.")
 @click.option(
     "--order",
     type=click.Choice(["shuffle", "keep"]),
-    default="shuffle",
-    show_default=True,
-    help="Spread samples over shards by a seeded shuffle, or in the order of their paths.",
+    default=None,
+    help="Spread samples over shards by a seeded shuffle, or in the order of their keys. Default: tars as they are, "
+    "else shuffle.",
 )
 @click.option(
     "--stem",
     type=click.Choice(["last-dot", "first-dot"]),
-    default="last-dot",
-    show_default=True,
-    help="Which dot ends the part of a file name that the files of one sample share.",
+    default=None,
+    help="Which dot ends the part of a file name that the files of one sample share. Default: the first in tars, "
+    "else the last.",
+)
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=None,
+    metavar="FRACTION",
+    help="Hold out so much, by the samples' keys, as a second data set NAME-val that is not trained on.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Say what is there and what would be made of it; write nothing."
 )
 @click.option(
     "--join",
@@ -239,8 +251,9 @@ def main(ctx: click.Context, debug: bool) -> None:
 def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
     """Cut PATH into shards, hold and serve them, and print the line that other machines run.
 
-    A sample is the files of one folder that share a stem, one field per extension. Seeding the same files again
-    gives the same shards.
+    PATH is a folder of files or images, WebDataset tars, JSONL, CSV, Parquet, NumPy arrays, tokens, what Hugging
+    Face's save_to_disk wrote, or MDS: docs/datasets.md. Of files in folders a sample is those that share a stem, one
+    field per extension. Seeding the same data again gives the same shards; what was interrupted is gone on with.
     """
     from p2p_dmc.agent import seed_command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import socket
 from pathlib import Path
@@ -20,6 +21,7 @@ from p2p_dmc.agent.terminal import (
     run_agent,
     say_contact,
 )
+from p2p_dmc.config import format_size
 from p2p_dmc.core.membership import Role
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.console import Console
@@ -28,6 +30,8 @@ from p2p_dmc.wire.transport import split_address
 
 if TYPE_CHECKING:
     from p2p_dmc.data.manifest import Manifest
+    from p2p_dmc.data.readers.base import Spool
+    from p2p_dmc.data.seeding import Plan
     from p2p_dmc.data.store import Store
 
 CLASH_WINDOW_S = 5.0
@@ -36,12 +40,14 @@ CLASH_WINDOW_S = 5.0
 
 def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> int:
     """`dmc-peer seed-dataset`: exit code."""
+    if options["dry_run"]:
+        return _dry_run(path, options, as_json)
     home = Home(options["home"])
     with Console(as_json) as console, locked(home):
         network = network_options(options["listen"], options["advertise"], options["insecure"], console)
         log_to(home, debug)
         seeds = parse_seeds(options["seed"])
-        manifest, is_new = _shard(home, path, options, console)
+        manifests, new = _shard(home, path, options, console)
         is_newcomer = bool(seeds or home.known_peers())
         agent_options = AgentOptions(
             home=home.root,
@@ -55,16 +61,17 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
         )
 
         async def work(agent: Agent) -> int:
-            agent.data.add(manifest)
-            _print_seeding(agent, manifest, console, options["insecure"])
+            for manifest in manifests:
+                agent.data.add(manifest)
+            _print_seeding(agent, manifests, console, options["insecure"])
             agent.spawn(say_contact(agent, seeds, console))
-            return await _serve(agent, manifest, options["leave_when_replicated"], is_newcomer, console)
+            return await _serve(agent, manifests, options["leave_when_replicated"], is_newcomer, console)
 
         try:
-            _refuse_taken_name(manifest, seeds)
+            _refuse_taken_names(manifests, seeds)
             return run_agent(agent_options, home, console, work)
         except NameTakenError:
-            if is_new:
+            for manifest in new:
                 shutil.rmtree(home.store_root / manifest.digest.hex(), ignore_errors=True)
             raise
 
@@ -73,80 +80,122 @@ class NameTakenError(UserError):
     """The peers that this one joins use the name for another data set."""
 
 
-def _shard(home: Home, path: Path, options: dict[str, Any], console: Console) -> tuple[Manifest, bool]:
-    """Scan, plan, write; the manifest, which the store has published, and whether it was not there before."""
-    from p2p_dmc.data.formats import scan
-    from p2p_dmc.data.sharding import plan_shards, write_shards
+def _shard(
+    home: Home, path: Path, options: dict[str, Any], console: Console
+) -> tuple[list[Manifest], list[Manifest]]:
+    """Scan, plan, write; the manifests, which the store has published, and those that were not there before."""
+    from p2p_dmc.data.readers.base import Spool
     from p2p_dmc.data.store import Store
 
-    name = options["name"] or path.resolve().name
-    store = Store(home.store_root, options["capacity"])
-    found = scan(path, stem=options["stem"], include=options["include"], depth=options["depth"])
-    console.say(console.scan_line(path, found))
-    plan = plan_shards(
-        found, mode=options["mode"], max_shard_size=options["max_shard_size"], order=options["order"], seed=0
-    )
-    _refuse_other_shape(store, name, len(found.samples), len(plan))
+    store = Store(home.store_root, options["capacity"], keep_staging=True)
     before = store.datasets()
-    with console.progress(f"writing {plural(len(plan), 'shard')}") as progress:
-        manifest = write_shards(
-            plan,
-            store,
-            scan=found,
-            name=name,
-            mode=options["mode"],
-            replicas=options["replicas"],
-            seed=0,
-            progress=progress,
-        )
-    return manifest, manifest.digest not in before
+    manifests = []
+    with store.spool_folder() as folder, Spool(folder) as spool:
+        plans = _look(path, options, spool, console)
+        for plan in plans:
+            _refuse_other_shape(store, plan)
+        for plan in plans:
+            shards = plural(len(plan.shards), "shard")
+
+            def resumed(count: int, shards: str = shards) -> None:
+                console.say(f"going on with what was interrupted: {count} of {shards} are there")
+
+            with console.progress(f"writing {shards}") as progress:
+                manifests.append(plan.write(store, options["replicas"], progress, resumed))
+    return manifests, [one for one in manifests if one.digest not in before]
 
 
-def _refuse_other_shape(store: Store, name: str, samples: int, shards: int) -> None:
+def _look(path: Path, options: dict[str, Any], spool: Spool | None, console: Console) -> list[Plan]:
+    """Say what was found, and plan it."""
+    from p2p_dmc.data.formats import scan
+    from p2p_dmc.data.seeding import plan_data_sets
+
+    rules = {name: options[name] for name in ("stem", "include", "exclude", "depth")}
+    with console.progress(f"reading {path}") as progress:
+        found = scan(path, **rules, spool=spool, progress=progress)
+    name = options["name"] or path.resolve().name
+    cutting = {one: options[one] for one in ("mode", "max_shard_size", "order", "val_fraction")}
+    plans = plan_data_sets(found, name=name, **cutting)
+    if found.tars:
+        how = ", taken as they are" if plans[0].as_they_are else ", cut anew"
+        found = dataclasses.replace(found, kind=found.kind + how)
+    console.say(console.scan_line(path, found))
+    return plans
+
+
+def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
+    """Say what was found and what would be made of it. Nothing is written."""
+    with Console(as_json) as console:
+        for plan in _look(path, options, None, console):
+            sizes = plan.shard_sizes()
+            console.fact(
+                "dry_run",
+                name=plan.name,
+                recognised=plan.scan.kind,
+                mode=plan.mode,
+                samples=plan.sample_count,
+                fields=list(plan.scan.extensions),
+                shards=len(sizes),
+                shard_bytes=sizes,
+                replicas=options["replicas"],
+            )
+            console.say(
+                f"data set {plan.name!r} would be {plural(plan.sample_count, 'sample')} in "
+                f"{plural(len(sizes), 'shard')} of {format_size(min(sizes))} to {format_size(max(sizes))}, "
+                f"{format_size(sum(sizes))} in all, {plural(options['replicas'], 'replica')} wanted"
+            )
+        console.say("nothing was written")
+    return 0
+
+
+def _refuse_other_shape(store: Store, plan: Plan) -> None:
     """Without writing a shard: a data set of this home that has the name and cannot be the same."""
-    other = store.by_name(name)
+    other = store.by_name(plan.name)
+    samples, shards = plan.sample_count, len(plan.shards)
     if other is not None and (len(other), len(other.shards)) != (samples, shards):
         raise UserError(
-            f"{name!r} is data set {other.digest.hex()} of this home, with {plural(len(other), 'sample')} in "
+            f"{plan.name!r} is data set {other.digest.hex()} of this home, with {plural(len(other), 'sample')} in "
             f"{plural(len(other.shards), 'shard')}, not {samples} in {shards}; give this one another --name"
         )
 
 
-def _refuse_taken_name(manifest: Manifest, seeds: tuple[str, ...]) -> None:
-    """Ask the seeds, if one of them is there already, whether the name means something else to them."""
+def _refuse_taken_names(manifests: list[Manifest], seeds: tuple[str, ...]) -> None:
+    """Ask the seeds, if one of them is there already, whether a name means something else to them."""
     if not seeds:
         return
     try:
-        known = ask(seeds, "status", timeout_s=1.0)["datasets"]
+        known = {other["name"]: other["dataset"] for other in ask(seeds, "status", timeout_s=1.0)["datasets"]}
     except NoAnswerError:
         return  # a seed that comes later is heard by the agent
-    for other in known:
-        if other["name"] == manifest.name and other["dataset"] != manifest.digest.hex():
+    for manifest in manifests:
+        theirs = known.get(manifest.name, manifest.digest.hex())
+        if theirs != manifest.digest.hex():
             raise NameTakenError(
-                f"{manifest.name!r} is data set {other['dataset']} of the peers at {', '.join(seeds)}, and "
+                f"{manifest.name!r} is data set {theirs} of the peers at {', '.join(seeds)}, and "
                 f"{manifest.digest.hex()} here; seed this one under another --name"
             )
 
 
-def _print_seeding(agent: Agent, manifest: Manifest, console: Console, insecure: bool) -> None:
+def _print_seeding(agent: Agent, manifests: list[Manifest], console: Console, insecure: bool) -> None:
     line = f"dmc-peer join {'--insecure ' if insecure else ''}{agent.address} train.py"
-    console.fact(
-        "seeding",
-        peer_id=agent.peer_id,
-        name=manifest.name,
-        dataset=manifest.digest.hex(),
-        samples=len(manifest),
-        fields=list(manifest.fields),
-        shards=len(manifest.shards),
-        replicas=manifest.replicas,
-        address=agent.address,
-        join=line,
-    )
-    console.say(
-        f"data set {manifest.name!r} {manifest.digest.hex()[:12]}: {plural(len(manifest), 'sample')} with fields "
-        f"{', '.join(manifest.fields)} in {plural(len(manifest.shards), 'shard')}, "
-        f"{plural(manifest.replicas, 'replica')} wanted"
-    )
+    for manifest in manifests:
+        console.fact(
+            "seeding",
+            peer_id=agent.peer_id,
+            name=manifest.name,
+            dataset=manifest.digest.hex(),
+            samples=len(manifest),
+            fields=list(manifest.fields),
+            shards=len(manifest.shards),
+            replicas=manifest.replicas,
+            address=agent.address,
+            join=line,
+        )
+        console.say(
+            f"data set {manifest.name!r} {manifest.digest.hex()[:12]}: {plural(len(manifest), 'sample')} with fields "
+            f"{', '.join(manifest.fields)} in {plural(len(manifest.shards), 'shard')}, "
+            f"{plural(manifest.replicas, 'replica')} wanted"
+        )
     console.say(f"serving at {agent.address}; on each machine that trains, run:\n\n    {line}\n")
     if is_loopback(split_address(agent.address)[0]):
         console.say(
@@ -155,7 +204,7 @@ def _print_seeding(agent: Agent, manifest: Manifest, console: Console, insecure:
 
 
 async def _serve(
-    agent: Agent, manifest: Manifest, leave_when_replicated: bool, is_newcomer: bool, console: Console
+    agent: Agent, manifests: list[Manifest], leave_when_replicated: bool, is_newcomer: bool, console: Console
 ) -> int:
     """Until somebody ends it, every shard is elsewhere (if that is wanted), or the name turns out to be taken."""
     loop = asyncio.get_running_loop()
@@ -165,7 +214,8 @@ async def _serve(
             contact_s = loop.time()
         has_just_come = is_newcomer and contact_s is not None and loop.time() - contact_s < CLASH_WINDOW_S
         if agent.data.conflict and has_just_come:
-            agent.data.forget(manifest.digest)  # nobody takes it under this name: leaving waits for no copies
+            for manifest in manifests:  # nobody takes them under this name: leaving waits for no copies
+                agent.data.forget(manifest.digest)
             raise NameTakenError(agent.data.conflict)
         await asyncio.sleep(0.2)
     console.say("every shard has its holders elsewhere; leaving")

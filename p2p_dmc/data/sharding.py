@@ -333,6 +333,7 @@ def write_shards(
     replicas: int,
     seed: int,
     progress: Progress | None = None,
+    on_resumed: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Write the planned shards into the store, which holds them all afterwards, and return their manifest.
 
@@ -347,23 +348,25 @@ def write_shards(
         raise UserError(f"{error}; choose another") from error
     extensions = tuple(sorted(set().union(*(shard.extensions() for shard in shards))))
     classes = tuple(sorted(set().union(*(class_names(shard) for shard in shards))))
-    total = sum(map(shard_bytes, shards))
+    total = left = sum(map(shard_bytes, shards))
     done = 0
 
     def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         if progress is not None:
-            progress(done, total)
+            progress(done, left)
 
     with store.staging(total, _identity(scan, shards)) as staging, Sources(scan.stamps) as sources:
         written = _written(staging, shards)
+        left -= sum(map(shard_bytes, shards[: len(written)]))
+        if written:
+            on_resumed(len(written))
         entries = []
         for number, shard in enumerate(shards):
             places, size = _layout(shard)
             if number < len(written):
                 digest = written[number]
-                on_bytes(size)
             else:
                 digest = _write_shard(shard, staging, sources, on_bytes)
             entries.append(ShardEntry.build(digest, size, places, extensions))

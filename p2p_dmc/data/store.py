@@ -183,10 +183,14 @@ class Store:
     def free_bytes(self) -> int:
         """Room for more shards: what capacity and disk both allow, never negative."""
         with self._lock:
-            free = shutil.disk_usage(self.root).free - self._unwritten_bytes
-            if self.capacity_bytes is not None:
-                free = min(free, self.capacity_bytes - self._used_bytes)
-            return max(0, free)
+            return max(0, self._room())
+
+    def _room(self, written_bytes: int = 0) -> int:
+        """``written_bytes`` are on the disk for what the room is asked for, and not counted as used yet."""
+        free = shutil.disk_usage(self.root).free - self._unwritten_bytes + written_bytes
+        if self.capacity_bytes is not None:
+            free = min(free, self.capacity_bytes - self._used_bytes)
+        return free
 
     def read_range(self, dataset: bytes, shard_index: int, offset: int, size: int) -> bytes:
         """Bytes of a held shard, to serve them. Raises RemoteProtocolError for a range outside the shard.
@@ -275,11 +279,11 @@ class Store:
         self._unwritten_bytes += size_bytes
         return begun
 
-    def _require_room(self, size_bytes: int) -> None:
-        free = self.free_bytes()
+    def _require_room(self, size_bytes: int, written_bytes: int = 0) -> None:
+        free = self._room(written_bytes)
         if size_bytes > free:
             raise StoreFull(
-                f"{str(self.root)!r}: no room for {size_bytes} bytes, {free} are free; "
+                f"{str(self.root)!r}: no room for {size_bytes} bytes, {max(0, free)} are free; "
                 f"free some disk space or raise --capacity"
             )
 
@@ -327,7 +331,7 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
         there = sum(path.stat().st_size for path in (folder / SHARDS_NAME).glob("*.tar"))
         with self._lock:
-            self._require_room(size_bytes - there)
+            self._require_room(size_bytes, there)
             self._used_bytes += size_bytes
         try:
             with disk_errors(self.root):
