@@ -13,7 +13,7 @@ header that arrives, a verdict, a timer, a step of a round, a fault), quorum maj
 one each. Three in ten have operators who evict whoever is waited for, rightly or not: then histories take the place of
 others, and whoever goes on loses nothing that one of them knew to be committed. Every twentieth life ends with
 everything mended, and then all have to train together again. A life whose run is over before its 300 events counts as
-"short", not as a schedule. With --out the lives go on where the file ends.
+"short", not as a schedule. With --out the lives go on where the file ends; those that failed are lived again first.
 
 With --json the last line is one JSON object:
   schedules   runs: random lives, and ends of the exhaustive part (states from which no step is left)
@@ -206,7 +206,8 @@ def main() -> int:
     if options.part != "exhaustive":
         goes_on = random.get("first_seed") == options.seed
         totals = Totals(options.seed, random if goes_on else {})
-        totals.violations = found["random"] if goes_on else []
+        failed = [violation["seed"] for violation in found["random"]] if goes_on else []
+        totals.violations = [again for seed in failed for again in lives(seed, 1, options.events)[1]]
         random_part(options, totals, save_lives)
         save_lives(totals)
     whole = save()

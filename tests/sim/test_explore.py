@@ -14,7 +14,7 @@ import pytest
 from p2p_dmc.core import quorum
 from p2p_dmc.core.agreement_messages import Propose, StateRef
 from p2p_dmc.core.quorum import Quorum
-from tests.sim import exhaust, partitions, promise_age
+from tests.sim import exhaust, explore, partitions, promise_age
 from tests.sim.clone import Values, clone
 from tests.sim.decisions import apply
 
@@ -109,6 +109,25 @@ class TestExhaustive:
         assert values.world(world) != values.world(clone(other))
         apply(world, ("enter", "a", 1))
         assert values.world(clone(world)) == values.world(clone(other))
+
+
+class TestRandomLives:
+    def test_those_that_failed_are_lived_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        result = tmp_path / "explore.json"
+        monkeypatch.setattr(explore, "RESULT", result)
+        monkeypatch.setattr(sys, "argv", ["explore.py", "--part", "random", "--schedules", "2", "--out"])
+        with monkeypatch.context() as wrong:
+            wrong.setattr(quorum, "start_state", least)
+            wrong.setattr(explore, "tell", lambda *_: None)
+            assert explore.main() == 1
+        seeds = [violation["seed"] for violation in json.loads(result.read_text())["violations"]]
+        assert seeds
+        assert explore.main() == 0
+        whole = json.loads(result.read_text())
+        assert whole["violations"] == [] and whole["random"]["schedules"] == 2
+        assert f"{whole['schedules']} schedules" in capsys.readouterr().out
 
 
 class TestPartitions:
