@@ -225,8 +225,10 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
             terminal.print(Text(printable(f"without {called(facts['without'])}:")))
             _render_moves(dataset["moves"], names, terminal)
     for domain in sorted(set(facts["domains"].values())):
-        peers = called(p for p, of in facts["domains"].items() if of == domain)
-        terminal.print(Text(printable(f"domain {domain}: {peers}")))
+        peers = sorted(
+            (p for p, of in facts["domains"].items() if of == domain), key=lambda p: names.get(p, p)
+        )
+        terminal.print(Text(printable(f"domain {domain}: {called(peers)}")))
     if not facts["datasets"]:
         terminal.print("no data set is known here yet")
 
