@@ -100,7 +100,7 @@ class _Scan:
             self.visit(node)
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assert):
+        if isinstance(node, ast.Assert) or _for_type_checkers(node):
             return
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             outer = self.scope, self.returns_bool
@@ -131,6 +131,10 @@ class _Scan:
                 self.condition(child)
             else:
                 self.visit(child)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _says_bool(annotation: ast.expr | None) -> bool:

@@ -14,6 +14,9 @@ from tests.sim.conditions import deletions, without
 from tests.sim.mutate import MODULES, ROOT, unknown_entries
 
 SOURCE = '''
+if TYPE_CHECKING:
+    import random
+
 def decides(a: int, b: int | None) -> bool:
     """Not a condition: a and b."""
     assert a > 0
