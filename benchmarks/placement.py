@@ -41,7 +41,7 @@ from p2p_dmc.core.placement import Placement, StoringPeer, moves, placement
 SHARDS, QUICK_SHARDS = 1_000_000, 50_000
 PEERS = 256
 REPLICAS = 3
-TIMES, QUICK_TIMES = 10, 3
+TIMES, QUICK_TIMES = 5, 3
 CASES = {"equal": 0, "weighted": 0, "domains": 8, "two_domains": 2}
 KINDS = ("join", "leave", "weight", "domain")
 
