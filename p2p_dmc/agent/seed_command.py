@@ -100,8 +100,12 @@ def _shard(
             def resumed(count: int, shards: str = shards) -> None:
                 console.say(f"going on with what was interrupted: {count} of {shards} are there")
 
-            with console.progress(f"writing {shards}") as progress:
-                manifests.append(plan.write(store, options["replicas"], progress, resumed))
+            try:
+                with console.progress(f"writing {shards}") as progress:
+                    manifests.append(plan.write(store, options["replicas"], progress, resumed))
+            except KeyboardInterrupt:
+                console.say("interrupted; the same command goes on after the last whole shard")
+                raise
     return manifests, [one for one in manifests if one.digest not in before]
 
 
@@ -141,8 +145,8 @@ def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
             )
             console.say(
                 f"data set {plan.name!r} would be {plural(plan.sample_count, 'sample')} in "
-                f"{plural(len(sizes), 'shard')} of {format_size(min(sizes))} to {format_size(max(sizes))}, "
-                f"{format_size(sum(sizes))} in all, {plural(options['replicas'], 'replica')} wanted"
+                f"{plural(len(sizes), 'shard')} of at most {format_size(max(sizes))}, {format_size(sum(sizes))} in all, "
+                f"{plural(options['replicas'], 'replica')} wanted"
             )
         console.say("nothing was written")
     return 0

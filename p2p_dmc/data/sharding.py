@@ -113,7 +113,7 @@ def plan_shards(
         ordered.pick(np.concatenate([np.arange(starts[unit], stops[unit]) for unit in units]))
         if mode == "folder"
         else ordered.pick(np.frombuffer(units, dtype=np.int64))
-        for units in _pack(unit_sizes.tolist(), limit - _TRAILER_BYTES)
+        for units in _pack(map(int, unit_sizes), limit - _TRAILER_BYTES)
     ]
 
 
