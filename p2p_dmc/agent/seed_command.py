@@ -145,8 +145,8 @@ def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
             )
             console.say(
                 f"data set {plan.name!r} would be {plural(plan.sample_count, 'sample')} in "
-                f"{plural(len(sizes), 'shard')} of at most {format_size(max(sizes))}, {format_size(sum(sizes))} in all, "
-                f"{plural(options['replicas'], 'replica')} wanted"
+                f"{plural(len(sizes), 'shard')} of at most {format_size(max(sizes))}, "
+                f"{format_size(sum(sizes))} in all, {plural(options['replicas'], 'replica')} wanted"
             )
         console.say("nothing was written")
     return 0
