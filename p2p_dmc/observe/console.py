@@ -135,13 +135,16 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A callback (bytes done, bytes in all) that shows itself when the work takes over two seconds."""
-        started_s = time.monotonic()
-        shown_s = started_s
+        """A callback (bytes done, bytes in all) that shows itself when the work takes over two seconds.
+
+        The time runs from its first call: what was prepared before says nothing about the rate.
+        """
+        started_s = shown_s = 0.0
 
         def show(done: int, total: int) -> None:
-            nonlocal shown_s
+            nonlocal started_s, shown_s
             now_s = time.monotonic()
+            started_s = started_s or now_s
             every_s = LIVE_EVERY_S if self._live else PATIENCE_S
             if now_s - started_s < PATIENCE_S or now_s - shown_s < every_s:
                 return
