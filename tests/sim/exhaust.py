@@ -37,8 +37,10 @@ import marshal
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -80,6 +82,12 @@ class Result:
 
     parts: list[Found]
 
+    @staticmethod
+    def parts_of(facts: dict[str, Any]) -> dict[str, Found]:
+        """By their names, from what `facts` said of them."""
+        said = facts.get("variants", {})
+        return {name: Found(name, **one) for name, one in said.items() if "events" in one}
+
     def facts(self) -> dict[str, Any]:
         """As documented in explore.py, with the violations."""
         return {
@@ -98,7 +106,9 @@ class Result:
             "variants": {
                 part.variant: {
                     "states": part.states,
+                    "events": part.events,
                     "ends": part.ends,
+                    "settled": part.settled,
                     "depth": part.depth,
                     "complete": part.complete,
                     "seconds": round(part.seconds, 1),
@@ -367,23 +377,33 @@ def explore_variant(
     return Search(variant, peers, victims, checkpoints=checkpoints, brief=brief).run(seconds)
 
 
-def explore(*, quick: bool, seconds: float = 0.0) -> Result:
+def variants(*, quick: bool, seconds: float) -> dict[str, Callable[[], Found]]:
     """Two peers in full, then three for at most so many seconds a variant (0: in full); `quick`: for five."""
-    parts = []
+    work: dict[str, Callable[[], Found]] = {}
     kinds = (("no checkpoint", False), ("first checkpoint", True))
-    for name, checkpoints in kinds:
-        parts.append(
-            explore_variant(
-                f"2 peers, {name}", checkpoints=checkpoints, peers=PEERS[:2], seconds=5.0 if quick else 0.0
-            )
-        )
-    for name, checkpoints in kinds:
+    for kind, checkpoints in kinds:
+        name, limit = f"2 peers, {kind}", 5.0 if quick else 0.0
+        work[name] = partial(explore_variant, name, checkpoints=checkpoints, peers=PEERS[:2], seconds=limit)
+    for kind, checkpoints in kinds:
         for victim in PEERS:
-            variant = f"3 peers, {victim} crashes, {name}"
-            limit = 5.0 if quick else seconds
-            parts.append(
-                explore_variant(
-                    variant, checkpoints=checkpoints, peers=PEERS, seconds=limit, victims=[victim]
-                )
+            name, limit = f"3 peers, {victim} crashes, {kind}", 5.0 if quick else seconds
+            work[name] = partial(
+                explore_variant, name, checkpoints=checkpoints, peers=PEERS, seconds=limit, victims=[victim]
             )
-    return Result(parts)
+    return work
+
+
+def explore(
+    work: Mapping[str, Callable[[], Found]],
+    *,
+    known: Mapping[str, Found],
+    jobs: int = 1,
+    save: Callable[[Result], None] = lambda _: None,
+) -> Result:
+    """All these variants but those that are known in full; ``save`` hears of each one's end."""
+    found = {name: one for name, one in known.items() if name in work and one.complete}
+    with ProcessPoolExecutor(jobs) as pool:
+        for ended in as_completed([pool.submit(one) for name, one in work.items() if name not in found]):
+            found[ended.result().variant] = ended.result()
+            save(Result([found[name] for name in work if name in found]))
+    return Result([found[name] for name in work])

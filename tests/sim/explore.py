@@ -13,7 +13,8 @@ header that arrives, a verdict, a timer, a step of a round, a fault), quorum maj
 one each. Three in ten have operators who evict whoever is waited for, rightly or not: then histories take the place of
 others, and whoever goes on loses nothing that one of them knew to be committed. Every twentieth life ends with
 everything mended, and then all have to train together again. A life whose run is over before its 300 events counts as
-"short", not as a schedule. With --out the lives go on where the file ends; those that failed are lived again first.
+"short", not as a schedule. With --out the lives go on where the file ends; those that failed are lived again first,
+and a variant of the exhaustive part that is complete is not followed again: remove the file when a core has changed.
 
 With --json the last line is one JSON object:
   schedules   runs: random lives, and ends of the exhaustive part (states from which no step is left)
@@ -158,7 +159,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="at most two minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the first random life")
-    parser.add_argument("--jobs", type=int, default=1, help="processes for the random part")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object, see above")
     parser.add_argument("--part", choices=["all", "random", "exhaustive"], default="all")
     parser.add_argument("--schedules", type=int, default=100_000, help="random lives")
@@ -199,10 +200,16 @@ def main() -> int:
         random, found["random"] = totals.facts(), totals.violations
         save()
 
-    if options.part != "random":
-        exhaustive = exhaust.explore(quick=options.quick, seconds=options.exhaustive_seconds).facts()
+    def save_variants(result: exhaust.Result) -> None:
+        nonlocal exhaustive
+        exhaustive = result.facts()
         found["exhaustive"] = exhaustive.pop("violations")
         save()
+
+    if options.part != "random":
+        work = exhaust.variants(quick=options.quick, seconds=options.exhaustive_seconds)
+        known = exhaust.Result.parts_of(exhaustive) if not found["exhaustive"] else {}
+        save_variants(exhaust.explore(work, known=known, jobs=options.jobs, save=save_variants))
     if options.part != "exhaustive":
         goes_on = random.get("first_seed") == options.seed
         totals = Totals(options.seed, random if goes_on else {})

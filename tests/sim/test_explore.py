@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,21 @@ class TestExhaustive:
         assert values.world(world) != values.world(clone(other))
         apply(world, ("enter", "a", 1))
         assert values.world(clone(world)) == values.world(clone(other))
+
+    def test_what_is_complete_is_not_followed_again(self) -> None:
+        saved: list[int] = []
+
+        one = partial(exhaust.explore_variant, checkpoints=False, peers=["a", "b"], seconds=0.01)
+        work = {name: partial(one, name) for name in ("known", "begun", "new")}
+        known = {
+            "known": exhaust.Found("known", states=7, ends=1, depth=3, events=9),
+            "begun": exhaust.Found("begun", states=7, complete=False),
+        }
+        told = exhaust.Result.parts_of(json.loads(json.dumps(exhaust.Result(list(known.values())).facts())))
+        assert told == known
+        found = exhaust.explore(work, known=told, save=lambda result: saved.append(len(result.parts)))
+        assert [part.variant for part in found.parts] == list(work) and saved == [2, 3]
+        assert found.parts[0] == known["known"] and min(part.states for part in found.parts[1:]) > 7
 
 
 class TestRandomLives:
