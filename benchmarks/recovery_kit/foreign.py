@@ -182,7 +182,9 @@ class Torchft(Foreign):
         self._lighthouse = f"http://127.0.0.1:{port}"
         times = ["--heartbeat_timeout_ms", 1000, "--join_timeout_ms", 1000, "--quorum_tick_ms", 50]
         program = self._python.with_name("torchft_lighthouse")
-        self.central([self._python, program, "--bind", f"127.0.0.1:{port}", "--min_replicas", 2, *times], "lighthouse")
+        self.central(
+            [self._python, program, "--bind", f"127.0.0.1:{port}", "--min_replicas", 2, *times], "lighthouse"
+        )
 
     def command(self, name: str) -> list[Any]:
         script = FOLDER / "torchft_peer.py"
