@@ -210,7 +210,7 @@ def _identity(root: Path, entries: Sequence[Entry]) -> bytes:
 
 
 def _passed_over(skipped: Skipped) -> str:
-    return f" (passed over: {skipped.describe()})" if skipped.total else ""
+    return f" (passed over: {skipped.describe() or 'nothing'})"
 
 
 # -- files -------------------------------------------------------------------------------------------------
