@@ -290,7 +290,7 @@ def seeded(cluster: Cluster, folder: Path) -> Line:
     """Seed, read what that says, leave; the facts."""
     seed = cluster.seed(folder / "tiny", "--json")
     cluster.wait(lambda: "on each machine that trains, run" in seed.said(), "it says what it seeds")
-    text = r"tiny: 40 samples with fields bin, 640 B\n.* in \d+ shards?, 2 replicas wanted\n"
+    text = r"tiny: folder of files, 40 samples with fields bin, 640 B\n.* in \d+ shards?, 2 replicas wanted\n"
     assert re.search(text, seed.said())
     seed.interrupt()
     cluster.ended([seed])
