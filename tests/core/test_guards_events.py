@@ -121,6 +121,29 @@ class TestStanding:
         assert not cluster["a"].left_out
         assert told(ready) == [("c", "Propose")] and last_word(ready).n == 2, "it is told what stands now"
 
+    @pytest.mark.parametrize("history, heard", [(OTHER, False), (None, True)])
+    def test_a_member_that_went_over_to_another_history_is_not_followed(
+        self, history: bytes | None, heard: bool
+    ) -> None:
+        cluster = Cluster("abc").run("abc")
+        word = last_word(cluster["b"].at_barrier(cluster.now))
+        ready = cluster.do(
+            "a", cluster["a"].receive(replace(word, history=history or word.history), cluster.now)
+        )
+        assert ready.froze is heard and word.n > 1
+
+    @pytest.mark.parametrize("history, heard", [(OTHER, False), (None, True)])
+    def test_nor_let_in_under_the_number_of_this_view(self, history: bytes | None, heard: bool) -> None:
+        cluster = Cluster("abc").run("abc")
+        word = cluster["b"]._word
+        assert word is not None and word.n == 1
+        names = ("a", "b")
+        strange = replace(
+            word, history=history or word.history, candidates=names, voters=names, installed=False
+        )
+        cluster.do("a", cluster["a"].receive(strange, cluster.now))
+        assert (cluster["a"]._strays == {"b"}) is heard
+
     def test_the_word_of_this_very_view_says_nothing_new(self) -> None:
         cluster = Cluster("ab").run("ab")
         word = cluster["b"]._word
