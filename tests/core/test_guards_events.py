@@ -121,16 +121,18 @@ class TestStanding:
         assert not cluster["a"].left_out
         assert told(ready) == [("c", "Propose")] and last_word(ready).n == 2, "it is told what stands now"
 
+    @pytest.mark.parametrize("parent", [b"", OTHER])
     @pytest.mark.parametrize("history, heard", [(OTHER, False), (None, True)])
-    def test_a_member_that_went_over_to_another_history_is_not_followed(
-        self, history: bytes | None, heard: bool
+    def test_a_member_that_is_in_another_history_is_not_followed(
+        self, history: bytes | None, heard: bool, parent: bytes
     ) -> None:
+        """Not even in the one that this view took the place of: it has not installed the view, and goes on there."""
         cluster = Cluster("abc").run("abc")
-        word = last_word(cluster["b"].at_barrier(cluster.now))
-        ready = cluster.do(
-            "a", cluster["a"].receive(replace(word, history=history or word.history), cluster.now)
-        )
-        assert ready.froze is heard and word.n > 1
+        core, word = cluster["a"], last_word(cluster["b"].at_barrier(cluster.now))
+        assert core.view is not None and word.n > 1
+        core.view = replace(core.view, parent=parent)
+        ready = cluster.do("a", core.receive(replace(word, history=history or word.history), cluster.now))
+        assert ready.froze is heard
 
     @pytest.mark.parametrize("history, heard", [(OTHER, False), (None, True)])
     def test_nor_let_in_under_the_number_of_this_view(self, history: bytes | None, heard: bool) -> None:
