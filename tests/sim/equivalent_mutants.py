@@ -10,6 +10,9 @@ _BY_MODULE: dict[str, dict[str, str]] = {
     "agreement": {
         "Agreement.complete: view is None [dropped]": "for the type checker: without a view no lineage is expected",
     },
+    "agreement_state": {
+        "AgreementState._prune: view is not None [true]": "for the type checker: a base comes with what is known",
+    },
     "agreement_machine": {
         "AgreementMachine._say_late: self._last is not None [dropped]": (
             "for the type checker: what comes too late comes from a view of this life (`adopted`)"
