@@ -341,6 +341,10 @@ class Store:
             except Exception:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            except BaseException:
+                if not any((folder / SHARDS_NAME).glob("*.tar")):  # nothing to go on from
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             with self._lock:

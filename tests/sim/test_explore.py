@@ -114,7 +114,7 @@ class TestExhaustive:
     def test_what_is_complete_is_not_followed_again(self) -> None:
         saved: list[int] = []
 
-        one = partial(exhaust.explore_variant, checkpoints=False, peers=["a", "b"], seconds=0.01)
+        one = partial(exhaust.explore_variant, checkpoints=False, peers=["a", "b"], seconds=0.5)
         work = {name: partial(one, name) for name in ("known", "begun", "new")}
         known = {
             "known": exhaust.Found("known", states=7, ends=1, depth=3, events=9),
