@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -124,9 +125,13 @@ def test_what_was_interrupted_starts_afresh(checkout: Checkout, stall_at: str, n
     )
     os.close(writing)
     with process, os.fdopen(reading) as stalled:
-        assert stalled.readline() == "stalled\n"
-        os.killpg(process.pid, number)
-        assert process.wait(DEADLINE_S) != 0
+        try:
+            assert stalled.readline() == "stalled\n"
+            os.killpg(process.pid, number)
+            assert process.wait(DEADLINE_S) != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert not (checkout.folder / ".venv" / ".setup-stamp").exists()
     checkout.calls()
     assert checkout.set_up("dev").returncode == 0
