@@ -137,8 +137,9 @@ def test_a_download_that_the_view_comes_into_goes_on_and_yields_there(tmp_path: 
         one.catch_up.enter(voters.view)
         one.catch_up.reducing()
         one.donors.open.set()
-        for _ in range(50):
-            await asyncio.sleep(0.001)
+        await one.until(lambda: any(part == 1 for _, part, _ in one.donors.asked), "the anchor's first range")
+        for _ in range(50):  # turns of the loop, which is all that another range would need
+            await asyncio.sleep(0)
         ranges = [a for a in one.donors.asked if a[1] == 1]
         assert ranges and one.told == [] and len(set(ranges)) == len(ranges) < 4
         one.catch_up.quiet()

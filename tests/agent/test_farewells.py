@@ -55,22 +55,22 @@ class Scene:
         self.net.deliver()
         self.heard: list[Any] = []
         self.views: list[View] = []
-        self._stand(held)
+        self._stand(held, monkeypatch)
         for name in self.others:
             self.net.do(
                 name, self.net[name].complete(StateRef(lineage=ROUND, digest=b"x" * 16), self.net.now)
             )
 
-    def _stand(self, held: Any) -> None:
+    def _stand(self, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The view is open here, and its first round's reduction has begun."""
         run, core = self.run, self.net[self.here]
         view = run.view = core.view
         assert view is not None and view.view_epoch == 1 and len(view.voters) == len(self.others) + 1
         run.agreement, run.desk.up = core, False
-        run._save = lambda *_, **__: True  # type: ignore[method-assign]
-        run.views.installed = self._installed  # type: ignore[method-assign]
+        monkeypatch.setattr(run, "_save", lambda *_, **__: True)
+        monkeypatch.setattr(run.views, "installed", self._installed)
         complete = run.complete
-        run.complete = lambda ref: (self.heard.append("complete"), complete(ref))[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(run, "complete", lambda ref: (self.heard.append("complete"), complete(ref))[1])
         me = view.members.index(run.me)
         run.training = Training(
             host=run,
