@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
 import time
 from collections.abc import Callable
 
-from p2p_dmc.agent.bulk import BulkClient, SourceLostError
+from p2p_dmc.agent.bulk import BulkClient
+from p2p_dmc.agent.fetching import Fetching, Key
 from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
 from p2p_dmc.agent.presence import present, storing
-from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.store import ShardMissing, Stamp, Store, StoreFull
-from p2p_dmc.errors import RemoteProtocolError, UserError
+from p2p_dmc.data.store import ShardMissing, Store
+from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.journal import Journal
-from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
-
-log = logging.getLogger("p2p_dmc.data")
-Key = tuple[bytes, int]  # data set digest, shard index
-AGAIN_S = 1.0
+from p2p_dmc.wire.messages import BulkRequest, Holdings
 
 
 class DataService:
@@ -43,7 +37,6 @@ class DataService:
         members: Callable[[], tuple[MemberRecord, ...]],
     ) -> None:
         self.store = store
-        self._bulk = bulk
         self._me = peer_id
         self._settings = settings
         self._journal = journal
@@ -52,16 +45,22 @@ class DataService:
         self._watch = DataWatch(say, journal, settings.differ_still_ms / 1000)
         self._members = members
         self._known: dict[bytes, Known] = {d: Known(manifest=store.manifest(d)) for d in store.datasets()}
-        self._manifest_fetches: set[bytes] = set()
-        self._fetching: dict[Key, asyncio.Task[None]] = {}
-        self._callbacks: dict[Key, list[Callable[[], None]]] = {}
+        self._fetching = Fetching(
+            store=store,
+            bulk=bulk,
+            peer_id=peer_id,
+            settings=settings,
+            journal=journal,
+            say=say,
+            members=members,
+            known=self._known,
+            obtained=self._obtained,
+            damaged=self._lost_one,
+        )
         self._in_use: set[Key] = set()
-        self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
-        self._slots = asyncio.Semaphore(settings.fetch_parallel)
         self._changed_s = time.monotonic()
         self._announce_wanted = True
         self._announced_s = 0.0
-        self._full = False
         self._rng = random.Random(peer_id)
         self.conflict: str | None = None
         """Two different data sets under one name, in words; the seeding command ends with it."""
@@ -82,7 +81,7 @@ class DataService:
         """A data set that this peer has just sharded; its shards are in the store, verified as they were written."""
         known = self._known[manifest.digest] = Known(manifest=manifest)
         for shard in self.store.holdings(manifest.digest):
-            self._verified(known, shard, self.store.stamp(manifest.digest, shard))
+            known.verify(shard, self.store.stamp(manifest.digest, shard))
         self._replace(known)
         self._announce_wanted = True
 
@@ -113,18 +112,11 @@ class DataService:
         self._in_use.add((dataset, shard))
         return True
 
-    def _verified(self, known: Known, shard: int, stamp: Stamp | None) -> None:
-        if stamp is not None:
-            known.verified[shard] = stamp
-
     def want(self, dataset: bytes, shard: int, then: Callable[[], None]) -> None:
         """Make a shard usable, ahead of re-placement; ``then`` is called when it is."""
         key = (dataset, shard)
-        callbacks = self._callbacks.setdefault(key, [])
-        if then not in callbacks:
-            callbacks.append(then)
         self._in_use.add(key)
-        self._start_fetch(key, urgent=True)
+        self._fetching.want(key, then)
 
     def placed(self, dataset: bytes) -> Placement | None:
         known = self._known.get(dataset)
@@ -154,10 +146,7 @@ class DataService:
     @property
     def full(self) -> bool:
         """There was no room for a shard, and there is none for a few yet: this peer trains on what it holds."""
-        if self._full:
-            largest = max((max(k.manifest.shard_sizes) for k in self._known.values()), default=0)
-            self._full = self.store.free_bytes() < 4 * largest
-        return self._full
+        return self._fetching.full
 
     def fetching(self) -> int:
         return len(self._fetching)
@@ -227,9 +216,8 @@ class DataService:
             clash = self.by_name(said.name)
             if clash is not None:
                 self._name_clash(clash, said)
-            elif said.dataset not in self._manifest_fetches:
-                self._manifest_fetches.add(said.dataset)
-                self._tasks.spawn(self._fetch_manifest(sender, said))
+            else:
+                self._fetching.manifest(sender, said, self._learn)
             return
         shards = from_bitmap(said.bitmap, len(known.manifest.shards))
         if all(peer_id != sender for peer_id, _ in present(self._members())):
@@ -251,37 +239,13 @@ class DataService:
                 "name_clash", name=said.name, here=mine.digest.hex(), there=said.dataset.hex()
             )
 
-    async def _fetch_manifest(self, sender: str, said: Holdings) -> None:
-        try:
-            address = self._address(sender)
-            parts: list[bytes] = []
-            total = 1
-            while address is not None and sum(map(len, parts)) < total:
-                total, data = await self._bulk.fetch(
-                    address,
-                    BulkKind.MANIFEST,
-                    digest=said.dataset,
-                    offset=sum(map(len, parts)),
-                    size=self._settings.fetch_chunk_bytes,
-                )
-                if total > 1 << 30:
-                    raise RemoteProtocolError("a manifest of more than 1 GiB")
-                parts.append(data)
-            manifest = Manifest.from_bytes(b"".join(parts))
-            if manifest.digest != said.dataset:
-                raise RemoteProtocolError("another manifest than was asked for")
-            self.store.add_manifest(manifest)
-            self._known[said.dataset] = Known(manifest=manifest)
-            self._replace(self._known[said.dataset])
-            self._announce_wanted = True
-            self._journal.event(
-                "dataset", name=manifest.name, dataset=said.dataset.hex(), samples=len(manifest)
-            )
-            self.heard(sender, said)
-        except (SourceLostError, RemoteProtocolError, UserError) as error:
-            log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)
-        finally:
-            self._manifest_fetches.discard(said.dataset)
+    def _learn(self, sender: str, said: Holdings, manifest: Manifest) -> None:
+        """A data set that another peer spoke of."""
+        known = self._known[said.dataset] = Known(manifest=manifest)
+        self._replace(known)
+        self._announce_wanted = True
+        self._journal.event("dataset", name=manifest.name, dataset=said.dataset.hex(), samples=len(manifest))
+        self.heard(sender, said)
 
     # -- serving ------------------------------------------------------------------------------------------------------
 
@@ -305,6 +269,11 @@ class DataService:
             self._lost_one((request.digest, request.part))
             return None
         return total, data
+
+    def _obtained(self, known: Known) -> None:
+        """A shard has come, whole and verified."""
+        known.version += 1
+        self._announce_wanted = True
 
     def _lost_one(self, key: Key) -> None:
         """A shard on disk turned out to be damaged or gone."""
@@ -336,8 +305,8 @@ class DataService:
         for dataset, known in self._known.items():
             if known.placed is not None and not self.full:
                 for shard in known.placed.shards_of(self._me):
-                    if not self.store.has(dataset, shard) and self._sources((dataset, shard)):
-                        self._start_fetch((dataset, shard), urgent=False)
+                    if not self.store.has(dataset, shard) and self._fetching.sources((dataset, shard)):
+                        self._fetching.start((dataset, shard), urgent=False)
             self._drop_surplus(dataset, known, now_s)
             self._watch.lost(known, self.reachable(dataset), now_s, self._changed_s)
             self._watch.dissent(known, names, now_s)
@@ -371,105 +340,5 @@ class DataService:
         """A run ended or its assignment changed: nothing is in use until it is asked for again."""
         self._in_use.clear()
 
-    # -- fetching -----------------------------------------------------------------------------------------------------
-
-    def _address(self, peer_id: str) -> str | None:
-        return next((r.bulk_address for r in self._members() if r.peer_id == peer_id), None)
-
-    def _sources(self, key: Key) -> list[str]:
-        """Who holds the shard, in the order in which HRW names them, starting at a place of this peer's own."""
-        known = self._known[key[0]]
-        holders = {p for p, o in known.others.items() if key[1] in o.shards}
-        ranked = [p for p in (known.placed.rank(key[1]) if known.placed else ()) if p in holders]
-        ranked += sorted(holders - set(ranked))
-        start = (int(self._me[:8], 16) + key[1]) % len(ranked) if ranked else 0
-        return ranked[start:] + ranked[:start]
-
-    def _start_fetch(self, key: Key, *, urgent: bool) -> None:
-        if key not in self._fetching and key[0] in self._known and (self.store.has(*key) or not self.full):
-            self._fetching[key] = self._tasks.spawn(self._obtain(key, urgent))
-
-    async def _obtain(self, key: Key, urgent: bool) -> None:
-        """Verify what is on disk, or fetch it; then tell whoever waits."""
-        known = self._known[key[0]]
-        try:
-            if self.store.has(*key) and key[1] not in known.verified:
-                stamp = self.store.stamp(*key)
-                if await asyncio.to_thread(self.store.verify, *key):
-                    self._verified(known, key[1], stamp)
-                else:
-                    self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
-                    self._lost_one(key)
-            if not self.store.has(*key):
-                if urgent:
-                    await self._fetch(key, known)
-                else:
-                    async with self._slots:
-                        await self._fetch(key, known)
-                    await asyncio.sleep(0.0 if self.store.has(*key) else AGAIN_S)  # no source was any good
-        except StoreFull as error:
-            self._full = True
-            self._say(str(error))
-            self._journal.event("store_full", reason=str(error))
-        except UserError as error:
-            self._say(str(error))
-        finally:
-            self._fetching.pop(key, None)
-        for callback in self._callbacks.pop(key, []) if key[1] in known.verified else ():
-            callback()
-
-    async def _fetch(self, key: Key, known: Known) -> None:
-        started_s = time.monotonic()
-        tried: set[str] = set()
-        while not self.store.has(*key):
-            sources = [p for p in self._sources(key) if p not in tried]
-            if not sources:
-                return
-            tried.add(sources[0])
-            address = self._address(sources[0])
-            if address is not None and await self._fetch_from(address, key, known):
-                self._verified(known, key[1], self.store.stamp(*key))
-                known.version += 1
-                self._announce_wanted = True
-                self._journal.event(
-                    "fetched",
-                    shard=known.manifest.shard_digests[key[1]].hex(),
-                    source=sources[0],
-                    size_bytes=known.manifest.shard_sizes[key[1]],
-                    seconds=round(time.monotonic() - started_s, 3),
-                )
-
-    async def _fetch_from(self, address: str, key: Key, known: Known) -> bool:
-        """Fetch the missing ranges from one source and verify the whole; False when another is needed."""
-        partial = self.store.open_partial(*key)
-        ranges = partial.missing_ranges(self._settings.fetch_chunk_bytes)[::-1]
-
-        async def worker() -> None:
-            while ranges:
-                offset, size = ranges.pop()
-                total, data = await self._bulk.fetch(
-                    address, BulkKind.SHARD, digest=key[0], part=key[1], offset=offset, size=size
-                )
-                if total != partial.size_bytes:
-                    raise SourceLostError(f"{address} has {total} bytes of it, not {partial.size_bytes}")
-                partial.write(offset, data)
-
-        workers = [asyncio.ensure_future(worker()) for _ in range(self._settings.fetch_window)]
-        try:
-            await asyncio.gather(*workers)
-        except SourceLostError as error:
-            log.info("shard %s: %s", known.manifest.shard_digests[key[1]].hex()[:12], error)
-            return False
-        except StoreFull:
-            partial.abandon()
-            raise
-        finally:
-            for one in workers:
-                one.cancel()  # what a lost source sends late overwrites nothing of the next one's
-        if await asyncio.to_thread(partial.commit):
-            return True
-        self._journal.event("bad_shard", shard=known.manifest.shard_digests[key[1]].hex(), source=address)
-        return False
-
     async def close(self) -> None:
-        await self._tasks.close()
+        await self._fetching.close()

@@ -56,6 +56,11 @@ class Known:
             self.dissents = {peer_id: dissent for peer_id, dissent in self.dissents.items() if dissent.named}
         return self.placed is not before
 
+    def verify(self, shard: int, stamp: Stamp | None) -> None:
+        """The shard had the right digest when its file was like that; None: it is gone again."""
+        if stamp is not None:
+            self.verified[shard] = stamp
+
     def dissenters(self) -> list[str]:
         """Who means another placement than this peer."""
         digest = self.placed.digest() if self.placed is not None else b""

@@ -496,7 +496,7 @@ def wanting(tmp_path: Path, net: Net, seeded: tuple[Store, Manifest]) -> Node:
 def in_order(net: Net, node: Node, manifest: Manifest, shard: int) -> list[Node]:
     """Whom it will ask, first to last."""
     by_id = {n.id: n for n in net.nodes}
-    return [by_id[p] for p in node.data._sources((manifest.digest, shard))]
+    return [by_id[p] for p in node.data._fetching.sources((manifest.digest, shard))]
 
 
 def lie(node: Node, answer: Callable[[BulkRequest, tuple[int, bytes]], tuple[int, bytes] | None]) -> None:
@@ -532,7 +532,7 @@ def test_a_source_that_fails_is_replaced_by_another(
     async def work() -> None:
         async with net_of() as net:
             three, shard = wanting(tmp_path, net, seeded), 1
-            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            await net.until(lambda: len(three.data._fetching.sources((d, shard))) == 2)
             bad, good = in_order(net, three, manifest, shard)
             whole = store.path(d, shard).read_bytes()
             FAULTS[fault](bad, manifest)
@@ -559,7 +559,7 @@ def test_without_a_good_source_nothing_is_kept_and_it_is_tried_again(
     async def work() -> None:
         async with net_of() as net:
             three, shard = wanting(tmp_path, net, seeded), 1
-            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            await net.until(lambda: len(three.data._fetching.sources((d, shard))) == 2)
             for node in net.nodes[:2]:
                 lie(node, lambda r, found: (found[0], bytes(len(found[1]))))
             came: list[int] = []
@@ -584,7 +584,7 @@ def test_a_member_without_a_bulk_address_is_passed_over(
     async def work() -> None:
         async with net_of() as net:
             three, shard = wanting(tmp_path, net, seeded), 1
-            await net.until(lambda: len(three.data._sources((d, shard))) == 2)
+            await net.until(lambda: len(three.data._fetching.sources((d, shard))) == 2)
             first = in_order(net, three, manifest, shard)[0]
             first.record = replace(first.record, bulk_address="")
             came: list[int] = []
@@ -651,7 +651,7 @@ def test_after_a_start_a_shard_is_verified_before_it_is_used(
         async with net_of() as net:
             one = net.join(1, store)
             two = net.join(2, copy(tmp_path, 2, store, manifest))
-            await net.until(lambda: len(one.data._sources((d, 0))) == 1)
+            await net.until(lambda: len(one.data._fetching.sources((d, 0))) == 1)
             damage(store, manifest, 0)
             assert not one.data.usable(d, 0) and not one.data.usable(d, 1)
             came: list[int] = []
@@ -676,7 +676,7 @@ def test_a_shard_that_is_written_to_later_is_verified_again_before_it_is_used(
         async with net_of() as net:
             one = net.join(1, store)
             two = net.join(2, copy(tmp_path, 2, store, manifest))
-            await net.until(lambda: len(one.data._sources((d, 0))) == 1)
+            await net.until(lambda: len(one.data._fetching.sources((d, 0))) == 1)
             came: list[int] = []
             for shard in (0, 1):
                 one.data.want(d, shard, lambda shard=shard: came.append(shard))
@@ -816,7 +816,7 @@ def test_a_manifest_that_cannot_be_had_is_had_from_another(
             three = net.join(3, empty(tmp_path, 3))
             await net.rest(1.5)
             assert three.data.manifests() == () and three.store.datasets() == ()
-            assert not three.data._manifest_fetches
+            assert not three.data._fetching._manifests
             net.join(2, copy(tmp_path, 2, store, manifest))
             await net.until(lambda: three.data.manifests() == (manifest,))
 
