@@ -1,21 +1,35 @@
-"""A shard on its way: ranges arrive in any order from any peer, the whole is verified before it counts."""
+"""A shard on its way: ranges arrive in any order from any peer, the whole is verified before it counts.
+
+    bytes 0 to size                what has arrived, holes between
+    16 bytes each from there on    one range that was written: offset and end, little-endian
+
+A range is noted after its bytes were written, so whoever opens the file again, after a crash at any instant, goes on
+with what is noted. Nothing of that is synced: after a power cut a note may stand for bytes that are not there, and
+the digest of the whole, which counts alone, shows it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from p2p_dmc.data.disk import disk_errors, file_digest, sync_folder
+from p2p_dmc.data.manifest import DIGEST_BYTES
 
 PART_SUFFIX = ".part"
+_NOTE = struct.Struct("<QQ")
 
 Range = tuple[int, int]  # (offset, size), both in bytes
 
 
 class PartialShard:
     """Receives one shard into a temporary file; made by `Store.open_partial`. Threads may share it.
+
+    What an earlier life received into the same file is there already (`written_bytes`).
 
     ``on_written`` is told how many bytes were covered for the first time; ``on_end``, once, whether the shard
     is held now and how many bytes were never written. Both are called under this object's lock.
@@ -39,7 +53,20 @@ class PartialShard:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._covered: list[tuple[int, int]] = []  # [start, end), sorted, apart from each other
-        self._file = self._part_path.open("w+b", buffering=0)
+        self.bad_blocks: tuple[bytes, ...] = ()
+        """Digests of the pieces of a shard that had the wrong one, to find out afterwards who sent which."""
+        self._file = os.fdopen(os.open(self._part_path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        self._notes = self._go_on()
+
+    def _go_on(self) -> int:
+        """Take over what is noted in the file; the number of notes."""
+        descriptor = self._file.fileno()
+        notes = max(0, os.fstat(descriptor).st_size - self.size_bytes) // _NOTE.size
+        data = os.pread(descriptor, notes * _NOTE.size, self.size_bytes)
+        for start, end in _NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size]):
+            if start < end <= self.size_bytes:
+                self._cover(start, end)
+        return notes
 
     @property
     def closed(self) -> bool:
@@ -51,6 +78,12 @@ class PartialShard:
         """Bytes covered so far."""
         with self._lock:
             return self._covered_bytes()
+
+    @property
+    def written_ranges(self) -> list[tuple[int, int]]:
+        """(start, end) of what was written so far, in file order, apart from each other."""
+        with self._lock:
+            return list(self._covered)
 
     def _covered_bytes(self) -> int:
         return sum(end - start for start, end in self._covered)
@@ -68,7 +101,14 @@ class PartialShard:
             for offset in range(start, end, chunk_bytes)
         ]
 
-    def write(self, offset: int, data: bytes) -> None:
+    def read(self, offset: int, size: int) -> bytes | None:
+        """A range that was written, not verified yet; None if part of it was not, or the shard has come to its end."""
+        with self._lock:
+            if self.closed or not any(a <= offset and offset + size <= b for a, b in self._covered):
+                return None
+            return os.pread(self._file.fileno(), size, offset)
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put a range where it belongs. A later write to the same place wins.
 
         Raises ValueError for a range outside the shard or after the end, StoreFull if the disk is full: what
@@ -84,18 +124,24 @@ class PartialShard:
                 while view:
                     count = os.pwrite(self._file.fileno(), view, at)
                     view, at = view[count:], at + count
+                if offset < end:
+                    note_at = self.size_bytes + self._notes * _NOTE.size
+                    os.pwrite(self._file.fileno(), _NOTE.pack(offset, end), note_at)
+                    self._notes += 1
+            before = self._covered_bytes()
             self._cover(offset, end)
+            self._on_written(self._covered_bytes() - before)
 
     def _cover(self, start: int, end: int) -> None:
-        before = self._covered_bytes()
         apart = [(a, b) for a, b in self._covered if b < start or a > end]
         touching = [(a, b) for a, b in self._covered if not (b < start or a > end)]
         merged = (min([start, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
         self._covered = sorted([*apart, merged] if merged[0] < merged[1] else apart)
-        self._on_written(self._covered_bytes() - before)
 
-    def commit(self) -> bool:
+    def commit(self, block_bytes: int = 1 << 20) -> bool:
         """Verify the whole; if it is right, sync and rename it and return True, else delete it, return False.
+
+        Of a wrong one, ``bad_blocks`` has the digest of each ``block_bytes`` afterwards.
 
         Raises ValueError while something is missing, StoreFull or UserError when the disk fails at it.
         """
@@ -106,7 +152,10 @@ class PartialShard:
             held = False
             try:
                 with disk_errors(self._part_path):
-                    if file_digest(self._file) == self._digest:
+                    os.ftruncate(self._file.fileno(), self.size_bytes)  # off with the notes
+                    if file_digest(self._file) != self._digest:
+                        self.bad_blocks = block_digests(self._file.fileno(), self.size_bytes, block_bytes)
+                    else:
                         os.fsync(self._file.fileno())
                         os.replace(self._part_path, self._path)
                         held = True
@@ -130,3 +179,11 @@ class PartialShard:
     def _require_open(self) -> None:
         if self.closed:
             raise ValueError("the shard was committed or abandoned")
+
+
+def block_digests(descriptor: int, size_bytes: int, block_bytes: int) -> tuple[bytes, ...]:
+    """BLAKE2b-128 of each block of an open file."""
+    return tuple(
+        hashlib.blake2b(os.pread(descriptor, block_bytes, offset), digest_size=DIGEST_BYTES).digest()
+        for offset in range(0, size_bytes, block_bytes)
+    )

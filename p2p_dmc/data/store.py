@@ -2,8 +2,8 @@
 
     root/<data set digest>/manifest.msgpack
     root/<data set digest>/shards/<shard digest>.tar          held: whole and verified when it was written
-    root/<data set digest>/shards/<shard digest>.tar.part     on its way, removed when the store is opened
-    root/staging-*/                                           a data set being made, removed likewise
+    root/<data set digest>/shards/<shard digest>.tar.part     on its way; gone on with after a restart
+    root/staging-*/                                           a data set being made, removed when the store is opened
 
 Only digests in hexadecimal become part of a path. A file gets its final name by rename, after it and before
 its folder is synced, so a crash at any instant leaves either nothing or the whole shard. One process uses a
@@ -112,10 +112,7 @@ class Store:
         dataset = _Dataset(folder, manifest)
         size_of: dict[str, int] = {}
         for path in (folder / SHARDS_NAME).glob("*"):
-            if path.name.endswith(PART_SUFFIX):
-                path.unlink()
-            else:
-                size_of[path.name] = path.stat().st_size
+            size_of[path.name] = path.stat().st_size
         for index, shard in enumerate(manifest.shards):
             path = dataset.path(index)
             size = size_of.get(path.name)
@@ -123,6 +120,11 @@ class Store:
                 self._hold(dataset, index)
             elif size is not None:
                 path.unlink()
+            if index not in dataset.held:
+                size_of.pop(path.name + PART_SUFFIX, None)  # to be gone on with
+        for name in size_of:
+            if name.endswith(PART_SUFFIX):
+                (folder / SHARDS_NAME / name).unlink()
         self._datasets[manifest.digest] = dataset
 
     # -- data sets ---------------------------------------------------------------------------------------
@@ -263,9 +265,19 @@ class Store:
                 one.partial[shard_index] = self._new_partial(one, shard_index, path)
             return one.partial[shard_index]
 
+    def begun(self, dataset: bytes, shard_index: int) -> PartialShard | None:
+        """The shard that is being received at present."""
+        with self._lock:
+            one = self._datasets.get(dataset)
+            return one.partial.get(shard_index) if one is not None else None
+
     def _new_partial(self, one: _Dataset, shard_index: int, path: Path) -> PartialShard:
         size_bytes = one.manifest.shard_sizes[shard_index]
-        self._require_room(size_bytes)
+        left = path.with_name(path.name + PART_SUFFIX)
+        written_bytes = min(size_bytes, left.stat().st_blocks * 512) if left.exists() else 0
+        if size_bytes > self._room(written_bytes):
+            self._drop_leftovers(keep=left)
+        self._require_room(size_bytes, written_bytes)
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             begun = PartialShard(
@@ -276,8 +288,16 @@ class Store:
                 on_end=partial(self._ended, one, shard_index),
             )
         self._used_bytes += size_bytes
-        self._unwritten_bytes += size_bytes
+        self._unwritten_bytes += size_bytes - begun.written_bytes
         return begun
+
+    def _drop_leftovers(self, keep: Path) -> None:
+        """What an earlier life began to receive and nobody has asked for since gives way."""
+        for one in self._datasets.values():
+            open_now = {one.path(index).name + PART_SUFFIX for index in one.partial}
+            for path in (one.folder / SHARDS_NAME).glob(f"*{PART_SUFFIX}"):
+                if path.name not in open_now and path != keep:
+                    path.unlink(missing_ok=True)
 
     def _require_room(self, size_bytes: int, written_bytes: int = 0) -> None:
         free = self._room(written_bytes)

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -146,9 +147,31 @@ def test_missing_ranges_equal_a_map_of_bytes(
         i for i in range(100) if not covered[i]
     ]
     assert shard.written_bytes == sum(told) == sum(covered)
-    written = (folder / "x.part").read_bytes()
-    assert written == bytes(oracle)[: len(written)] and not any(oracle[len(written) :])
+    assert (folder / "x.part").read_bytes()[:100].ljust(100, b"\0") == bytes(oracle)
+    for start, end in shard.written_ranges:
+        assert shard.read(start, end - start) == bytes(oracle[start:end])
+        assert shard.read(start, end - start + 1) is None and shard.read(start - 1, 2) is None
+    again = PartialShard(folder / "x", bytes(16), 100, on_written=told.append, on_end=lambda held, left: None)
+    assert again.written_ranges == shard.written_ranges and again.written_bytes == sum(told)
     shard.abandon()
+    assert shard.read(0, 1) is None
+
+
+def test_notes_that_make_no_sense_cost_a_fetch_and_no_more(
+    origin: Store, store: Store, manifest: Manifest
+) -> None:
+    d, size = manifest.digest, manifest.shard_sizes[0]
+    path = store.path(d, 0).with_name(store.path(d, 0).name + ".part")
+    for junk in (b"", b"x" * (size + 7), bytes(size) + b"\xff" * 37, bytes(size) + struct.pack("<QQ", 5, 5)):
+        path.write_bytes(junk)
+        shard = store.open_partial(d, 0)
+        assert shard.missing_ranges(1 << 30) == [(0, size)]
+        shard.abandon()
+    path.write_bytes(bytes(size) + struct.pack("<QQQQ", 0, size, 7, size + 1))  # the whole, after a power cut
+    shard = store.open_partial(d, 0)
+    assert shard.written_bytes == size and not shard.commit() and not path.exists()
+    assert len(shard.bad_blocks) == 1
+    assert receive(origin, store, d, 0)
 
 
 def test_threads_may_share_a_partial_shard(origin: Store, store: Store, manifest: Manifest) -> None:
@@ -206,6 +229,29 @@ def test_reserved_room_is_not_counted_twice_against_the_disk(
     assert store.free_bytes() == 1_000_000
     assert receive(origin, store, d, 0)
     assert store.free_bytes() == 1_000_000
+
+
+def test_what_an_earlier_life_began_counts_once_and_gives_way_where_room_is_short(
+    origin: Store, store: Store, manifest: Manifest
+) -> None:
+    d, sizes = manifest.digest, manifest.shard_sizes
+    for index in (0, 1):
+        store.open_partial(d, index).write(0, origin.read_range(d, index, 0, sizes[index] - 1))
+    again = Store(store.root, capacity_bytes=sizes[0] + sizes[2])
+    assert again.free_bytes() == sizes[0] + sizes[2]  # nobody has asked for them yet
+    shard = again.open_partial(d, 0)
+    assert shard.written_bytes == sizes[0] - 1 and again.free_bytes() == sizes[2]
+    assert again.begun(d, 0) is shard and again.begun(d, 1) is None and again.begun(b"x" * 16, 0) is None
+    leftover = store.path(d, 1).with_name(store.path(d, 1).name + ".part")
+    assert leftover.exists()
+    with pytest.raises(StoreFull):
+        again.open_partial(d, 1)
+    assert leftover.exists() and again.open_partial(d, 2).written_bytes == 0
+    with pytest.raises(StoreFull):
+        again.open_partial(d, 3)
+    assert not leftover.exists()
+    shard.write(sizes[0] - 1, origin.read_range(d, 0, sizes[0] - 1, 1))
+    assert shard.commit() and again.verify(d, 0)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
@@ -299,6 +345,8 @@ def test_opening_removes_leftovers_and_wrong_sizes_but_nothing_else(
     assert receive(origin, store, d, 0) and receive(origin, store, d, 1)
     os.truncate(store.path(d, 1), 10)
     store.path(d, 2).with_name("leftover.tar.part").write_bytes(b"x")
+    for index in (0, 2):
+        store.path(d, index).with_name(store.path(d, index).name + ".part").write_bytes(b"x")
     (store.root / "staging-abc/shards").mkdir(parents=True)
     (store.root / "notes.txt").write_text("mine")
     again = Store(store.root)
@@ -307,6 +355,7 @@ def test_opening_removes_leftovers_and_wrong_sizes_but_nothing_else(
         "notes.txt",
         f"{d.hex()}/manifest.msgpack",
         f"{d.hex()}/shards/{manifest.shard_digests[0].hex()}.tar",
+        f"{d.hex()}/shards/{manifest.shard_digests[2].hex()}.tar.part",  # it will be gone on with
     }
     assert not (store.root / "staging-abc").exists()
 
@@ -418,9 +467,18 @@ else:
     store.add_manifest(origin.manifest(dataset))
     shard = store.open_partial(dataset, 0)
     size = shard.size_bytes
-    if point == "half":
+    if point in ("half", "torn", "unnoted"):
         shard.write(0, origin.read_range(dataset, 0, 0, size // 2))
-        die()
+        real, calls = os.pwrite, []
+        def pwrite(descriptor, data, offset):
+            calls.append(offset)
+            if point == "torn" or len(calls) == 2:
+                real(descriptor, bytes(data)[: len(data) // 2], offset)
+                die()
+            return real(descriptor, data, offset)
+        if point == "half":
+            die()
+        os.pwrite = pwrite
     shard.write(0, origin.read_range(dataset, 0, 0, size))
     if point == "synced":
         os.replace = die
@@ -438,7 +496,10 @@ def crash(home: Path, origin: Store, tree: Path, point: str) -> None:
     assert child.returncode == -signal.SIGKILL and "survived" not in child.stdout, child.stderr
 
 
-@pytest.mark.parametrize(("point", "held"), [("half", False), ("synced", False), ("renamed", True)])
+@pytest.mark.parametrize(
+    ("point", "held"),
+    [("half", False), ("torn", False), ("unnoted", False), ("synced", False), ("renamed", True)],
+)
 def test_killed_while_receiving(
     point: str, held: bool, origin: Store, tmp_path: Path, manifest: Manifest
 ) -> None:
@@ -448,8 +509,13 @@ def test_killed_while_receiving(
     assert left != held  # the crash left something behind, unless the rename had been done
     again = Store(tmp_path / "store")
     assert again.has(d, 0) is held and again.verify(d, 0) is held
-    assert not any(path.name.endswith(".part") for path in again.root.rglob("*"))
+    if point in ("half", "torn", "unnoted"):
+        shard = again.open_partial(d, 0)
+        half = shard.size_bytes // 2
+        assert shard.missing_ranges(1 << 30) == [(half, shard.size_bytes - half)]
+        assert shard.read(0, half) == origin.read_range(d, 0, 0, half)
     assert held or receive(origin, again, d, 0)
+    assert not any(path.name.endswith(".part") for path in again.root.rglob("*"))
 
 
 @pytest.mark.parametrize("point", ["seed:fsync@0", "seed:fsync@3", "seed:replace@2", "seed:rename@0"])
