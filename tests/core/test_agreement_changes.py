@@ -9,8 +9,10 @@ import pytest
 from p2p_dmc.core.agreement_messages import (
     UNKNOWN_BOOT,
     AgreementSettings,
+    Cause,
     MemberId,
     Promises,
+    Propose,
     Stopped,
     Surpassed,
     ViewRef,
@@ -573,6 +575,116 @@ class TestBrokenWay:
         alone = self.broken({("a", "b"), ("b", "a")}, "ab")
         alone.wait(60_000)
         assert alone["a"].cut_off_from == alone["b"].cut_off_from == ()
+
+    def test_nobody_stands_aside_while_now_and_then_a_word_gets_through(self) -> None:
+        """The way is bad, not broken: what is said of the view comes through it as well before long."""
+        cluster = self.broken({("a", "b"), ("b", "a")})
+        patience_ms = AgreementSettings().link_patience_ms
+        cluster.wait(patience_ms - 100)
+        word = Cause(history=cluster["b"].history, view_epoch=1, sender=MemberId(peer_id="a", boot=1))
+        cluster.do("b", cluster["b"].receive(word, cluster.now))
+        cluster.wait(patience_ms - 100)
+        assert cluster["b"].cut_off_from == ()
+        cluster.wait(200)
+        assert cluster["b"].cut_off_from == ("a",)
+
+    def test_a_learner_has_no_vote_to_give_back(self) -> None:
+        """It goes on asking: to stand aside would only cost it what it has downloaded."""
+        cluster = Cluster("abc").run("abc")
+        cluster.start("d")
+        for turn in range(2):
+            cluster.cut = {("a", "d")} if turn else set()
+            for name in "abc":
+                cluster.do(name, cluster[name].join_requested("d", cluster.now))
+                cluster.do(name, cluster[name].at_barrier(cluster.now))
+            cluster.deliver()
+        assert [cluster[name].frozen for name in "abcd"] == [False, False, False, True]
+        cluster.wait(60_000)
+        assert cluster["d"].waiting_for() == "attempt 3 waits for the answer of a"
+        assert cluster["d"].cut_off_from == ()
+
+    def test_nobody_stands_aside_over_a_view_that_it_does_not_wait_for_any_more(self) -> None:
+        """The others have installed one with e; d did not hear e in time, and waits for another without it."""
+        cluster = Cluster("abcd").run("abcd")
+        cluster.start("e")
+        cluster["d"]._raises = 6  # its next attempt is far off
+        cluster.cut = {("e", "d")}
+        for name in "abcd":
+            cluster.do(name, cluster[name].join_requested("e", cluster.now))
+        for name in "abcd":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert [cluster[name].frozen for name in "abcde"] == [False, False, False, True, False]
+        installed = cluster["a"]._word
+        assert installed is not None
+        cluster.do("d", cluster["d"].receive(installed, cluster.now))
+        cluster.cut |= {("d", name) for name in "abce"}
+        cluster.wait(AgreementSettings().link_patience_ms)
+        attempt = cluster["d"]._attempt
+        assert attempt is not None and attempt.n == 2 and attempt.stopped == {"e"}
+        assert attempt.unheard() == ["a", "b", "c"] and attempt.words["a"].installed
+        assert cluster["d"].cut_off_from == ()
+
+    def test_nobody_stands_aside_who_has_heard_everybody(self) -> None:
+        """c has installed a view with d, which lost its disk since: e may not go on with that, and misses nobody."""
+        cluster = Cluster("abcde").run("abcde")
+        said: dict[str, Propose] = {}
+        for name in "cde":
+            for gone in "ab":
+                cluster[name].verdict(gone, 1, UNREACHABLE, cluster.now)
+            (*_, (_, word)) = cluster[name].at_barrier(cluster.now).sends
+            assert isinstance(word, Propose) and word.members == ("c", "d", "e")
+            said[name] = word
+        for name in "de":
+            cluster.do("c", cluster["c"].receive(said[name], cluster.now))
+        installed = cluster["c"]._word
+        assert installed is not None and installed.installed
+        cluster.start("d", boot=2, disk=Promises())
+        (*_, (_, word)) = cluster["d"].receive(said["c"], cluster.now).sends
+        assert isinstance(word, Propose) and word.sets == installed.sets
+        for heard in (installed, word):
+            cluster.do("e", cluster["e"].receive(heard, cluster.now))
+        for back in "ab":
+            cluster.do("e", cluster["e"].verdict(back, 1, REACHABLE, cluster.now))
+        attempt = cluster["e"]._attempt
+        assert attempt is not None and attempt.unheard() == [] and attempt.words["c"].installed
+        assert (
+            cluster["e"].waiting_for() == "2 of 4 members of view 1 are here; 3 are needed; waiting for a, b"
+        )
+        assert cluster["e"].cut_off_from == ()
+
+    def test_whoever_was_out_for_long_does_not_stand_aside_at_once(self) -> None:
+        """c was left out while it held an attempt; it waits for b since it is let in, not since then."""
+        cluster = Cluster("abc").run("abc")
+        (*_, (_, word)) = cluster["a"].at_barrier(cluster.now).sends
+        assert isinstance(word, Propose) and word.sets == (("a", "b", "c"), (), ("a", "b", "c"), ())
+        core = cluster["c"]
+        cluster.do("c", core.at_barrier(cluster.now))
+        surpassed = Surpassed(sender=MemberId(peer_id="b", boot=1), n=4)
+        cluster.do("c", core.receive(surpassed, cluster.now))
+        without = replace(word, candidates=("a", "b"), voters=("a", "b"), installed=True, n=4)
+        cluster.do("c", core.receive(without, cluster.now))
+        assert core.left_out and core._attempt is not None
+        cluster.now += 60_000
+        for installed in (False, True):
+            cluster.do("c", core.receive(replace(word, n=9, installed=installed), cluster.now))
+        assert core.waiting_for() == "attempt 9 waits for the answer of b"
+        assert core.cut_off_from == ()
+        cluster.now += AgreementSettings().link_patience_ms
+        cluster.do("c", core.tick(cluster.now))
+        assert core.cut_off_from == ("b",)
+
+    def test_a_founder_does_not_stand_aside(self) -> None:
+        """There is no run yet that the others could go on with."""
+        cluster = Cluster("abc")
+        cluster.cut = {("b", "c")}
+        cluster.found()
+        assert [cluster[name].frozen for name in "abc"] == [False, False, True]
+        installed = cluster["a"]._word
+        assert installed is not None
+        cluster.do("c", cluster["c"].receive(installed, cluster.now))
+        assert cluster["c"].waiting_for() == "attempt 1 waits for the answer of b"
+        assert cluster["c"].cut_off_from == ()
 
 
 def test_nothing_is_proposed_in_the_breath_that_completes_a_round() -> None:

@@ -98,6 +98,49 @@ class TestRecords:
         cluster.do("a", cluster["a"].receive(word, cluster.now))
         assert cluster["a"]._book.records == {}
 
+    def test_a_farewell_is_passed_on_to_the_others_alone(self) -> None:
+        """Not to the one who said it: it is gone, and what is said to it piles up."""
+        cluster = Cluster("abc").run("abc")
+        ready = cluster["a"].withdrawn(cluster["c"].withdraw(), cluster.now)
+        assert [peer for peer, name in told(ready) if name == "Withdrawal"] == ["b"]
+        again = cluster["a"].withdrawn(cluster["a"]._book.records[member("c")], cluster.now)
+        assert again.accepted and told(again) == [], "once"
+
+    def test_a_farewell_that_comes_late_is_not_passed_on(self) -> None:
+        """c is back. Two who told each other of the farewell all the same would do so for ever."""
+        cluster, stopped, word = self.back_again()
+        cluster.do("a", cluster["a"].receive(word, cluster.now))
+        ready = cluster.do("a", cluster["a"].withdrawn(stopped, cluster.now))
+        assert not ready.accepted and ready.sends == () and not cluster["a"]._book.gone("c")
+
+    def test_whoever_is_back_is_not_left_out_on_an_old_farewell(self) -> None:
+        """b has heard that c withdrew, and a that it is back since."""
+        cluster, stopped, word = self.back_again()
+        cluster.do("a", cluster["a"].receive(word, cluster.now))
+        cluster["b"].withdrawn(stopped, cluster.now)
+        late = last_word(cluster["b"].at_barrier(cluster.now))
+        assert late.n == word.n and late.stopped == ("c",) and late.seen == (stopped,)
+        cluster.do("a", cluster["a"].receive(late, cluster.now))
+        assert last_word(cluster["a"].tick(cluster.now + 200)).members == ("a", "b", "c")
+
+    def back_again(self) -> tuple[Cluster, Stopped, Propose]:
+        """c withdrew and came back: its farewell, and its first word after it."""
+        cluster = Cluster("abc").run("abc")
+        stopped = cluster["c"].withdraw()
+        return cluster, stopped, last_word(cluster["c"].rejoin(cluster.now))
+
+    def test_with_whoever_has_left_nothing_more_is_promised(self) -> None:
+        """b says in one word that c has left and that e votes. A set of all four would have to be held for nothing."""
+        cluster = Cluster("abc").run("abc")
+        cluster.do("a", cluster["a"].at_barrier(cluster.now))
+        cluster["b"].withdrawn(cluster["c"].withdraw(), cluster.now)
+        word = last_word(cluster["b"].at_barrier(cluster.now))
+        assert word.stopped == ("c",)
+        more = replace(word, candidates=("a", "b", "c", "e"), voters=("a", "b", "c", "e"))
+        cluster.do("a", cluster["a"].receive(more, cluster.now))
+        promised = {ref.peers for ref in cluster.disk["a"].pending if ref.view_epoch == word.n}
+        assert promised == {("a", "b", "c"), ("a", "b", "e")}
+
 
 class TestStanding:
     def test_a_later_view_without_this_peer_is_left_to_the_others(self) -> None:
@@ -170,6 +213,24 @@ class TestStanding:
         cluster["a"]._book.greatest_n.clear()
         ready = cluster.do("a", cluster["a"].receive(replace(old, n=1), cluster.now))
         assert told(ready) == [("b", "Propose")] and not cluster["a"].change_wanted
+
+    def test_one_that_stayed_in_the_view_that_founded_this_history_is_told_what_stands(self) -> None:
+        """It names the history that was evicted beside the new one, and would wait for its start state for ever."""
+        cluster = Cluster("abcdef").run("abcdef")
+        cluster.kill("abc", UNREACHABLE)
+        cluster.wait(5_000)
+        for gone in "abc":
+            assert cluster.do("d", cluster["d"].evict(gone, cluster.now)).accepted
+            cluster.deliver()
+        founded = cluster.standing("def")
+        stale = cluster["f"]._word
+        assert stale is not None and stale.history == founded.parent != stale.minted == founded.history
+        cluster.now += 20_000
+        cluster.kill("f", UNREACHABLE)
+        cluster.deliver()
+        assert cluster.standing("de").history == founded.history
+        ready = cluster.do("d", cluster["d"].receive(stale, cluster.now))
+        assert told(ready) == [("f", "Propose")] and last_word(ready).n > founded.view_epoch
 
     def test_a_learner_that_says_other_sets_is_no_cause(self) -> None:
         cluster = with_learner()
@@ -708,6 +769,22 @@ class TestAwaited:
         cluster.verdict("b", UNREACHABLE)
         assert not cluster["a"].frozen, "the pause after the last change is not over"
         assert cluster["a"].awaited == ()
+
+    def test_nobody_by_a_learner_whose_voters_are_about_to_go_on(self) -> None:
+        """An operator is not told to evict one without whom the others do as well."""
+        cluster = Cluster("abc").run("abc")
+        cluster.start("d")
+        for name in "abc":
+            cluster.do(name, cluster[name].join_requested("d", cluster.now))
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert voters(cluster, "d") == "abc"
+        cluster.verdict("a", UNREACHABLE, by="d")
+        assert cluster["d"].awaited == ("a",)
+        for name in "bc":
+            cause = Cause(history=cluster["d"].history, view_epoch=2, sender=member(name))
+            cluster.do("d", cluster["d"].receive(cause, cluster.now))
+        assert cluster["d"].awaited == () and not cluster["d"].evict("a", cluster.now).accepted
 
     def test_nobody_by_one_that_is_left_out(self) -> None:
         cluster = refused()
