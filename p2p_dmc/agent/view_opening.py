@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work
 from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.core.ledger import Ledger, sample_permutation
+from p2p_dmc.data.samples import read_index
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
 
@@ -146,7 +148,15 @@ def report_given_up(run: Run, skipped: Sequence[Sequence[int]]) -> None:
     for epoch, shard, lo, hi in skipped:
         count = manifest.sample_counts[shard]
         order = sample_permutation(ready.dataset, ready.seed, epoch, shard, count)
-        keys += [
-            manifest.shards[shard].key(order[at]) for at in range(lo, min(hi, lo + MOST_KEYS - len(keys)))
-        ]
+        places = [order[at] for at in range(lo, min(hi, lo + MOST_KEYS - len(keys)))]
+        keys += _keys(run, ready.dataset, manifest.shard_digests[shard], shard, places)
     run.event("given_up", stretches=skipped, samples=sum(hi - lo for _, _, lo, hi in skipped), keys=keys)
+
+
+def _keys(run: Run, dataset: bytes, digest: bytes, shard: int, places: Sequence[int]) -> list[str]:
+    """Of samples of a shard; without the shard, which alone names them, their places in it."""
+    if places and run.services.data.store.has(dataset, shard):
+        with contextlib.suppress(OSError):
+            index = read_index(run.services.data.store.path(dataset, shard))
+            return [index.key(place) for place in places]
+    return [f"{digest.hex()[:12]}#{place}" for place in places]

@@ -19,21 +19,32 @@ import hashlib
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Protocol
 
-from p2p_dmc.data.found import FileField, Samples, Scan, Skipped
-from p2p_dmc.data.manifest import DIGEST_BYTES, class_of, encode_key
+from p2p_dmc.data.found import FileField, Samples, Scan, Skipped, WholeTar
+from p2p_dmc.data.index import decode_key, encode_key
+from p2p_dmc.data.manifest import DIGEST_BYTES, MAX_CLASSES, class_of
 from p2p_dmc.data.readers import arrays, arrow, lines, mds, tars
 from p2p_dmc.data.readers.base import COMPRESSIONS, Input, Reader, Record, Spool, StemRule, refuse_pickle
 from p2p_dmc.data.readers.names import split_name
 from p2p_dmc.data.sources import changed, stamp_of
+from p2p_dmc.data.spill import sort_records
 from p2p_dmc.data.walk import Entry, Wanted, entry_of, walk, wanted_by
 from p2p_dmc.errors import UserError
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all), of the input
+
+
+class Digest(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: bytes, /) -> None: ...
+
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 SPLITS = frozenset({"train", "val", "valid", "validation", "test", "dev"})
@@ -105,7 +116,7 @@ def scan(
     elif is_folder:
         found = _format_of_folder(str(root), wanted)
         if found is None:
-            return _scan_files(path, root, wanted, stem or "last-dot", depth)
+            return _scan_files(path, root, wanted, stem or "last-dot", depth, spool.folder)
         form, reader, skipped = found, found.reader(), Skipped()
         entries = [entry for entry in walk(str(root), wanted, skipped) if _fits(form, entry)]
         given = Input(root, sorted(entries), spool, stem, skipped=skipped)
@@ -179,7 +190,7 @@ def _scan_records(
             progress(done, total)
 
     given.on_bytes = on_bytes
-    samples = Samples.of(reader(given), depth)
+    samples = Samples.of(reader(given), depth, given.spool.folder)
     if not samples:
         raise UserError(
             f"{str(path)!r}: {form.name} without a sample{_passed_over(given.skipped)}; check the path"
@@ -198,8 +209,19 @@ def _scan_records(
         kind=form.name if count == 1 else f"{form.name} in {count} files",
         stamps=stamps,
         identity=_identity(given.root, given.entries),
-        tars=tuple(reader.whole or ()) if isinstance(reader, tars.TarReader) else (),
+        tars=_whole_tars(reader, samples, given.spool.folder),
+        folder=given.spool.folder,
     )
+
+
+def _whole_tars(reader: Reader, samples: Samples, folder: Path | None) -> tuple[WholeTar, ...]:
+    """The tars that are shards as they are, if all are."""
+    whole = reader.whole if isinstance(reader, tars.TarReader) else None
+    for part in samples.cut(tar.samples for tar in whole or ()):
+        for one, other in pairwise(sort_records(part.key_bytes(), folder)):
+            if one == other:
+                return ()
+    return tuple(whole or ())
 
 
 def _identity(root: Path, entries: Sequence[Entry]) -> bytes:
@@ -217,64 +239,87 @@ def _passed_over(skipped: Skipped) -> str:
 
 
 def _one_file(root: Path, entry: Entry, rule: StemRule, depth: int) -> Scan:
-    samples = Samples.of(_group_files(iter([entry]), rule), depth)
+    samples = Samples.of(_grouped(_by_key(iter([entry]), rule), (), None), depth)
     return Scan(root=root, samples=samples, kind="one file", identity=_identity(root, [entry]))
 
 
-def _scan_files(path: Path, root: Path, wanted: Wanted, rule: StemRule, depth: int) -> Scan:
-    skipped = Skipped()
+class _NotImageFolderError(Exception):
+    """A sample of several files."""
+
+
+def _scan_files(
+    path: Path, root: Path, wanted: Wanted, rule: StemRule, depth: int, folder: Path | None
+) -> Scan:
+    classes = _image_classes(str(root), wanted)
     state = hashlib.blake2b(encode_key(str(root)), digest_size=DIGEST_BYTES)
 
-    def files() -> Iterator[Entry]:
+    def files(skipped: Skipped) -> Iterator[Entry]:
         for entry in walk(str(root), wanted, skipped):
             refuse_pickle(entry.path)
-            state.update(_identity(root, [entry]))
             yield entry
 
-    classes = _image_classes(str(root), wanted)
-    records = _group_files(files(), rule)
-    samples = Samples.of(_with_classes(records, classes) if classes else records, depth).by_key()
-    if not samples:
+    def samples(classes: tuple[str, ...], skipped: Skipped) -> Samples:
+        records = sort_records(_by_key(files(skipped), rule), folder)
+        return Samples.of(_grouped(records, classes, state), depth, folder)
+
+    try:
+        found = samples(classes, skipped := Skipped())
+    except _NotImageFolderError:
+        classes = ()
+        found = samples(classes, skipped := Skipped())
+    if not found:
         raise UserError(
             f"{str(path)!r}: no samples found{_passed_over(skipped)}; check the path and --include"
         )
     kind = f"ImageFolder of {len(classes)} classes" if classes else "folder of files"
-    return Scan(root=root, samples=samples, skipped=skipped, kind=kind, identity=state.digest())
+    return Scan(root=root, samples=found, skipped=skipped, kind=kind, identity=state.digest(), folder=folder)
 
 
-def _group_files(files: Iterator[Entry], rule: StemRule) -> Iterator[Record]:
-    """The files of a folder come one after the other."""
-    for folder, entries in groupby(files, key=lambda entry: entry.relative.rpartition("/")[0]):
-        by_stem: dict[str, dict[str, FileField]] = {}
-        for entry in entries:
-            stem, extension = split_name(entry.name, rule)
-            fields = by_stem.setdefault(stem, {})
-            if extension in fields:
+_STATUS = struct.Struct("<Qq")  # size in bytes, time (ns)
+
+
+def _by_key(files: Iterator[Entry], rule: StemRule) -> Iterator[bytes]:
+    """A record for each file; in the order of their bytes the files of a sample come one after the other."""
+    for entry in files:
+        folder, slash, name = entry.relative.rpartition("/")
+        stem, extension = split_name(name, rule)
+        texts = (encode_key(folder + slash + stem), encode_key(extension), os.fsencode(entry.path))
+        yield b"\0".join([*texts, _STATUS.pack(entry.size, entry.mtime_ns)])
+
+
+def _grouped(records: Iterator[bytes], classes: tuple[str, ...], state: Digest | None) -> Iterator[Record]:
+    """The samples of sorted files. ``classes``: of an ImageFolder, where a sample is one image."""
+    numbers = {name: str(number).encode() for number, name in enumerate(classes)}
+    for place, files in groupby(records, key=lambda record: record[: record.index(b"\0")]):
+        fields: dict[str, FileField] = {}
+        for record in files:
+            _, field, path, _ = record.split(b"\0", 3)
+            size, _ = _STATUS.unpack(record[-_STATUS.size :])
+            if state is not None:
+                state.update(record)
+            one = FileField(decode_key(field), os.fsdecode(path), size)
+            if (other := fields.setdefault(one.extension, one)) is not one:
                 raise UserError(
-                    f"{fields[extension].path!r} and {entry.path!r} would both be field {extension!r} of one "
+                    f"{other.path!r} and {one.path!r} would both be field {one.extension!r} of one "
                     f"sample; rename one of them"
                 )
-            fields[extension] = FileField(extension, entry.path, entry.size)
-        for stem, fields in by_stem.items():
-            yield f"{folder}/{stem}" if folder else stem, list(fields.values())
+        key = decode_key(place)
+        if classes:
+            if len(fields) > 1:
+                raise _NotImageFolderError
+            number = numbers[class_of(key) or ""]
+            fields[CLASS] = FileField(CLASS, "", len(number), 0, number)
+        yield key, list(fields.values())
 
 
 def _image_classes(root: str, wanted: Wanted) -> tuple[str, ...]:
-    """The class folders of an ImageFolder, sorted; empty for anything else, a folder of splits among it."""
+    """The class folders of what may be an ImageFolder, sorted; empty for anything else, splits among it."""
     classes: set[str] = set()
-    for folder, entries in groupby(
-        walk(root, wanted, Skipped()), key=lambda entry: os.path.dirname(entry.relative)
-    ):
-        names = [os.path.splitext(entry.name) for entry in entries]
-        is_images = all(ending.lower() in IMAGES for _, ending in names)
-        if not folder or not is_images or len({stem for stem, _ in names}) < len(names):
+    for entry in walk(root, wanted, Skipped()):
+        folder, slash, name = entry.relative.partition("/")
+        if not slash or os.path.splitext(name)[1].lower() not in IMAGES:
             return ()
-        classes.add(folder.partition("/")[0])
+        classes.add(folder)
+        if len(classes) > MAX_CLASSES:
+            return ()
     return () if classes <= SPLITS else tuple(sorted(classes))
-
-
-def _with_classes(records: Iterator[Record], classes: tuple[str, ...]) -> Iterator[Record]:
-    numbers = {name: str(number).encode() for number, name in enumerate(classes)}
-    for key, fields in records:
-        number = numbers[class_of(key) or ""]
-        yield key, [*fields, FileField(CLASS, "", len(number), 0, number)]

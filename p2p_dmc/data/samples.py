@@ -1,4 +1,4 @@
-"""Reading single samples out of shards by the manifest's offsets; no tar is parsed, no torch imported."""
+"""Reading single samples out of shards by the index at their end; no tar is parsed, no torch imported."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
+from p2p_dmc.data.index import ShardIndex
 from p2p_dmc.data.manifest import Manifest
 
 Sample = dict[str, str | bytes]
 
 
 class ShardDamaged(OSError):
-    """A shard's file is shorter than the manifest says. The store should verify it and fetch it again."""
+    """A shard's file is not what the manifest says. The store should verify it and fetch it again."""
 
 
 class SampleReader:
-    """Keeps the last ``max_open`` shard files open. One per thread; a fork may go on using its copy.
+    """Keeps the last ``max_open`` shard files open, with indexes. One per thread; a fork may go on with its copy.
 
     A file that was deleted meanwhile, because it was damaged or dropped, is not read from any more.
     """
@@ -26,6 +27,8 @@ class SampleReader:
             raise ValueError(f"max_open {max_open}: at least one file must be open to be read")
         self._max_open = max_open
         self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._indexes: dict[int, ShardIndex] = {}
+        """By descriptor, of those that are open."""
 
     def read(self, path: Path, manifest: Manifest, shard_index: int, sample_index: int) -> Sample:
         """A sample of the shard file at ``path``: ``__key__``, ``__shard__`` (digest, hex), bytes per field.
@@ -36,8 +39,10 @@ class SampleReader:
         if shard_index < 0:
             raise IndexError(f"shard {shard_index}")
         shard = manifest.shards[shard_index]
-        entry = shard.sample(sample_index)
+        if not 0 <= sample_index < shard.sample_count:
+            raise IndexError(f"sample {sample_index} of a shard with {shard.sample_count}")
         descriptor = self._open(str(path))
+        entry = self._index(path, descriptor, shard.sample_count)[sample_index]
         sample: Sample = {"__key__": entry.key, "__shard__": shard.digest.hex()}
         for extension, offset, size in entry.fields:
             data = os.pread(descriptor, size, offset)
@@ -51,7 +56,11 @@ class SampleReader:
     def close(self) -> None:
         """Close all files. The reader can be used again."""
         while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+            self._close(self._descriptors.popitem()[1])
+
+    def _close(self, descriptor: int) -> None:
+        self._indexes.pop(descriptor, None)
+        os.close(descriptor)
 
     def __enter__(self) -> SampleReader:
         return self
@@ -62,14 +71,34 @@ class SampleReader:
     def _open(self, name: str) -> int:
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None and os.fstat(descriptor).st_nlink == 0:
-            os.close(descriptor)
+            self._close(descriptor)
             descriptor = None
         if descriptor is None:
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors[name] = descriptor
         if len(self._descriptors) > self._max_open:
-            os.close(self._descriptors.popitem(last=False)[1])
+            self._close(self._descriptors.popitem(last=False)[1])
         return descriptor
+
+    def _index(self, path: Path, descriptor: int, sample_count: int) -> ShardIndex:
+        index = self._indexes.get(descriptor)
+        if index is None:
+            try:
+                index = self._indexes[descriptor] = ShardIndex.read(descriptor)
+            except ValueError as error:
+                raise ShardDamaged(f"{str(path)!r}: {error}") from error
+        if len(index) != sample_count:
+            raise ShardDamaged(f"{str(path)!r}: {len(index)} samples, and the manifest says {sample_count}")
+        return index
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Of the shard file at ``path``. Raises FileNotFoundError, ShardDamaged."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            return ShardIndex.read(file.fileno())
+        except ValueError as error:
+            raise ShardDamaged(f"{str(path)!r}: {error}") from error
 
 
 def read_sample(

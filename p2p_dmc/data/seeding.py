@@ -7,22 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import xxhash
 
-from p2p_dmc.data.found import Samples, Scan, group_of
-from p2p_dmc.data.manifest import Manifest, Mode, decode_key, encode_key
-from p2p_dmc.data.sharding import (
-    Order,
-    Progress,
-    Shard,
-    plan_shards,
-    settle_mode,
-    shard_bytes,
-    taken_as_they_are,
-    write_shards,
-)
+from p2p_dmc.data.found import Scan, group_of
+from p2p_dmc.data.index import decode_key, encode_key
+from p2p_dmc.data.manifest import Manifest, Mode
+from p2p_dmc.data.sharding import Order, Shard, plan_shards, settle_mode, taken_as_they_are
 from p2p_dmc.data.store import Store
+from p2p_dmc.data.writing import Progress, write_shards
 from p2p_dmc.errors import UserError
 
 HELD_OUT = "-val"
@@ -47,7 +39,7 @@ class Plan:
 
     def shard_sizes(self) -> list[int]:
         """Bytes of each file."""
-        return list(map(shard_bytes, self.shards))
+        return [shard.size_bytes for shard in self.shards]
 
     def write(
         self,
@@ -117,17 +109,13 @@ def split(scan: Scan, fraction: float, mode: Mode) -> tuple[Scan, Scan]:
         text = encode_key(group_of(decode_key(key), scan.samples.depth)) if mode == "folder" else key
         return xxhash.xxh3_64_intdigest(_HELD_OUT_SALT + text) < limit
 
-    held_out = np.fromiter(map(is_held_out, scan.samples.key_bytes()), dtype=bool, count=len(scan.samples))
-    if held_out.all() or not held_out.any():
-        side = "all" if held_out.all() else "none"
+    rest, held_out = scan.samples.divided(is_held_out, scan.folder)
+    if not rest or not held_out:
+        side = "none" if rest else "all"
         what = "groups" if mode == "folder" else "keys"
         raise UserError(
             f"--val-fraction {fraction}: {side} of {len(scan.samples)} samples would be held out, going by their "
             f"{what}; choose another fraction"
         )
-    return _part(scan, ~held_out), _part(scan, held_out)
-
-
-def _part(scan: Scan, mask: np.ndarray) -> Scan:
-    samples: Samples = scan.samples.pick(np.flatnonzero(mask))
-    return dataclasses.replace(scan, samples=samples, tars=())
+    first, second = (dataclasses.replace(scan, samples=part, tars=()) for part in (rest, held_out))
+    return first, second

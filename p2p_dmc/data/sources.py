@@ -63,12 +63,12 @@ class Sources:
         elif size or not field.head:
             yield from self.whole(field.path, size)
 
-    def whole(self, path: str, size: int) -> Iterator[bytes]:
-        """A file that has exactly this size and does not change meanwhile."""
+    def whole(self, path: str, size: int, *, is_all: bool = True) -> Iterator[bytes]:
+        """A file that has exactly this size, or with ``is_all`` False begins with it, and does not change meanwhile."""
         left = size
         with read_errors(path), open(path, "rb", buffering=0) as file:
             before = stamp_of(os.fstat(file.fileno()))
-            while piece := file.read(min(PIECE_BYTES, left + 1)):
+            while piece := file.read(min(PIECE_BYTES, left + is_all)):
                 left -= len(piece)
                 if left < 0:
                     break

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from p2p_dmc.data.found import Skipped
+from p2p_dmc.data.spill import Log
 from p2p_dmc.errors import UserError
 
 Wanted = Callable[[str], bool]
@@ -60,30 +61,33 @@ def entry_of(path: Path) -> Entry:
 
 
 def walk(root: str, wanted: Wanted, skipped: Skipped) -> Iterator[Entry]:
-    """Every file taken, folder by folder, in each in the order of names. Raises UserError."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        for found in _list_folder(os.path.join(root, folder)):
-            relative = f"{folder}/{found.name}" if folder else found.name
-            if found.name.startswith("."):
-                skipped.hidden += 1
-            elif not found.is_symlink() and found.is_dir():
-                folders.append(relative)
-            elif not wanted(relative):
-                skipped.excluded += 1
-            elif found.is_symlink() and not _leads_to_file_inside(found.path, root):
-                skipped.links += 1
-            elif not found.is_file():
-                skipped.special += 1
-            else:
-                yield Entry(relative, found.path, *_readable(found.path))
+    """Every file taken, folder by folder, in no order. Raises UserError."""
+    folders, place = Log(None), 0
+    folders.append(b"")
+    while place < folders.end:
+        stop = folders.end
+        for folder in map(os.fsdecode, folders.read(place, stop)):
+            for found in _list_folder(os.path.join(root, folder)):
+                relative = f"{folder}/{found.name}" if folder else found.name
+                if found.name.startswith("."):
+                    skipped.hidden += 1
+                elif not found.is_symlink() and found.is_dir():
+                    folders.append(os.fsencode(relative))
+                elif not wanted(relative):
+                    skipped.excluded += 1
+                elif found.is_symlink() and not _leads_to_file_inside(found.path, root):
+                    skipped.links += 1
+                elif not found.is_file():
+                    skipped.special += 1
+                else:
+                    yield Entry(relative, found.path, *_readable(found.path))
+        place = stop
 
 
-def _list_folder(folder: str) -> list[os.DirEntry[str]]:
+def _list_folder(folder: str) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            yield from entries
     except OSError as error:
         raise UserError(f"{folder!r}: {error.strerror}; make the folder readable or move it away") from error
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from p2p_dmc.data.disk import shard_path
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
+from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged, read_index
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
 
 class Dataset:
-    """``len(data)``, ``data.keys()`` and ``data.classes`` (folder names, sorted) come from the manifest.
+    """``len(data)`` and ``data.classes`` (folder names, sorted) come from the manifest.
 
-    Iterating reads every sample once, in the shards' order and without the ledger; shards that are not on
-    this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one ``bytes`` field per
+    Iterating reads every sample once, in the shards' order and without the ledger, ``data.keys()`` their keys
+    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one ``bytes`` field per
     extension.
     """
 
@@ -32,8 +32,13 @@ class Dataset:
         return len(self.manifest)
 
     def keys(self) -> Iterator[str]:
-        """Every sample's key, in the order of iteration."""
-        return self.manifest.keys()
+        """Every sample's key, in the order of iteration, read from the shards' indexes."""
+        for shard in range(len(self.manifest.shards)):
+            try:
+                index = read_index(self._path(shard))
+            except (FileNotFoundError, ShardDamaged):
+                index = read_index(self._fetch(shard))
+            yield from index.keys()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -47,11 +52,13 @@ class Dataset:
 
     def read(self, shard: int, index: int) -> Sample:
         """One sample; its shard is fetched if it is not on this machine, or not whole."""
-        path = shard_path(self._folder, self.manifest.shards[shard].digest)
         try:
-            return self._reader.read(path, self.manifest, shard, index)
+            return self._reader.read(self._path(shard), self.manifest, shard, index)
         except (FileNotFoundError, ShardDamaged):
             return self._reader.read(self._fetch(shard), self.manifest, shard, index)
+
+    def _path(self, shard: int) -> Path:
+        return shard_path(self._folder, self.manifest.shards[shard].digest)
 
     def _fetch(self, shard: int) -> Path:
         self._rounds.send(ShardRequest(dataset=self.digest, shard=shard))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from p2p_dmc.data.formats import scan
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.readers.base import Spool
-from p2p_dmc.data.samples import SampleReader
-from p2p_dmc.data.sharding import plan_shards, write_shards
+from p2p_dmc.data.samples import SampleReader, read_index
+from p2p_dmc.data.sharding import plan_shards
 from p2p_dmc.data.store import Store
+from p2p_dmc.data.writing import write_shards
 
 
 def content(name: str, size: int) -> bytes:
@@ -78,3 +80,11 @@ def read_back(store: Store, manifest: Manifest) -> dict[str, dict[str, bytes]]:
                 samples[str(sample["__key__"])] = fields
     assert len(samples) == len(manifest)
     return samples
+
+
+def keys_of(store: Store, manifest: Manifest) -> list[str]:
+    """Every sample's key, shard by shard, in file order."""
+    shards = range(len(manifest.shards))
+    return list(
+        chain.from_iterable(read_index(store.path(manifest.digest, index)).keys() for index in shards)
+    )

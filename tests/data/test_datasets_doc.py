@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from p2p_dmc.cli import main
 from p2p_dmc.data.formats import CLASS, FORMATS
-from p2p_dmc.data.manifest import MAX_KEY_BYTES
+from p2p_dmc.data.index import MAX_KEY_BYTES
 from p2p_dmc.data.readers.base import COMPRESSIONS, PICKLES
 from p2p_dmc.data.seeding import HELD_OUT
 

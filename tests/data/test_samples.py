@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.samples import SampleReader, ShardDamaged, read_sample
+from p2p_dmc.data.samples import SampleReader, ShardDamaged, read_index, read_sample
 from p2p_dmc.data.store import Store
-from tests.data.helpers import make_tree, seed_tree, small_tree
+from tests.data.helpers import keys_of, make_tree, seed_tree, small_tree
 
 
 def open_descriptors() -> int:
@@ -44,13 +45,15 @@ def test_every_sample_in_any_order_equals_the_files(seeded: tuple[Path, Store, M
                 path = tree / (key if key == "plain" else f"{key}.{extension}")
                 assert data == path.read_bytes()
     assert open_descriptors() == before
-    assert seen == set(manifest.keys()) and {"v1.2/a.b/x", "\udcff", "plain"} <= seen
+    assert seen == set(keys_of(store, manifest)) and {"v1.2/a.b/x", "\udcff", "plain"} <= seen
 
 
 def test_without_a_reader_nothing_stays_open(seeded: tuple[Path, Store, Manifest]) -> None:
     _, store, manifest = seeded
     before = open_descriptors()
-    assert read_sample(store.path(manifest.digest, 0), manifest, 0, 0)["__key__"] == next(manifest.keys())
+    assert (
+        read_sample(store.path(manifest.digest, 0), manifest, 0, 0)["__key__"] == keys_of(store, manifest)[0]
+    )
     assert open_descriptors() == before
 
 
@@ -58,10 +61,16 @@ def test_short_file_is_an_error_that_names_it(seeded: tuple[Path, Store, Manifes
     _, store, manifest = seeded
     path = store.path(manifest.digest, 0)
     last = manifest.shards[0].sample_count - 1
-    os.truncate(path, manifest.shards[0].samples[last].fields[-1][1])
-    with pytest.raises(ShardDamaged, match=path.name):
-        read_sample(path, manifest, 0, last)
-    assert read_sample(path, manifest, 0, 0)["__key__"] == manifest.shards[0].key(0)
+    index = read_index(path)
+    with SampleReader() as reader:
+        first = reader.read(path, manifest, 0, 0)
+        os.truncate(path, index[last].fields[-1][1])
+        with pytest.raises(ShardDamaged, match=path.name):
+            reader.read(path, manifest, 0, last)
+        assert reader.read(path, manifest, 0, 0) == first
+    for read in (lambda: read_sample(path, manifest, 0, 0), lambda: read_index(path)):
+        with pytest.raises(ShardDamaged, match=f"{path.name}': index: 'none at the end"):
+            read()
 
 
 def test_replaced_file_is_opened_again(seeded: tuple[Path, Store, Manifest], tmp_path: Path) -> None:
@@ -69,7 +78,8 @@ def test_replaced_file_is_opened_again(seeded: tuple[Path, Store, Manifest], tmp
     _, store, manifest = seeded
     path = store.path(manifest.digest, 0)
     shutil.copy(path, tmp_path / "good")
-    path.write_bytes(bytes(manifest.shards[0].size_bytes))
+    tar_bytes = read_index(path).tar_bytes
+    path.write_bytes(bytes(tar_bytes) + path.read_bytes()[tar_bytes:])
     last = manifest.shards[0].sample_count - 1
     with SampleReader() as reader:
         wrong = reader.read(path, manifest, 0, last)
@@ -89,3 +99,14 @@ def test_gone_file_and_wrong_indexes(seeded: tuple[Path, Store, Manifest]) -> No
         read_sample(path, manifest, 0, 0)
     with pytest.raises(ValueError, match="max_open"):
         SampleReader(0)
+
+
+def test_an_index_of_another_shard_is_an_error(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    path = store.path(manifest.digest, 0)
+    shards = (
+        replace(manifest.shards[0], sample_count=manifest.shards[0].sample_count - 1),
+        *manifest.shards[1:],
+    )
+    with pytest.raises(ShardDamaged, match="samples, and the manifest says"):
+        read_sample(path, replace(manifest, shards=shards), 0, 0)

@@ -16,11 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_dmc.data import sharding, sources
+from p2p_dmc.data import sources, writing
 from p2p_dmc.data.formats import scan
 from p2p_dmc.data.found import FileField, Samples, Scan
-from p2p_dmc.data.sharding import Shard, plan_shards, tar_header, write_shards
+from p2p_dmc.data.samples import read_index
+from p2p_dmc.data.sharding import Shard, plan_shards
 from p2p_dmc.data.store import Store, StoreFull
+from p2p_dmc.data.tar import tar_header
+from p2p_dmc.data.writing import write_shards
 from p2p_dmc.errors import UserError
 from tests.data.helpers import content, make_tree, seed_tree, small_tree
 
@@ -90,7 +93,8 @@ def test_shuffle_spreads_classes_and_depends_on_the_seed_alone() -> None:
     data = fake_scan({f"c{i // 100}/{i:04d}": 100 for i in range(1000)})
     shards = plan_shards(data, max_shard_size=64 * KIB, seed=5)
     assert all(len({sample.key.split("/")[0] for sample in shard}) >= 8 for shard in shards[:-1])
-    reordered = Scan(data.root, data.samples[::-1])
+    backwards = [(sample.key, sample.fields) for sample in data.samples[::-1]]
+    reordered = Scan(data.root, Samples.of(backwards))
     assert keys(plan_shards(reordered, max_shard_size=64 * KIB, seed=5)) == keys(shards)
     assert keys(plan_shards(data, max_shard_size=64 * KIB, seed=6)) != keys(shards)
 
@@ -164,12 +168,13 @@ def test_shards_open_with_tarfile_and_match_the_manifest(tmp_path: Path) -> None
     for index, shard in enumerate(manifest.shards):
         data = store.path(manifest.digest, index).read_bytes()
         assert len(data) == shard.size_bytes
+        entries = read_index(store.path(manifest.digest, index))
         assert hashlib.blake2b(data, digest_size=16).digest() == shard.digest
         with tarfile.open(fileobj=io.BytesIO(data), encoding="utf-8", errors="surrogateescape") as tar:
             members = tar.getmembers()
-            names = [f"{entry.key}.{field[0]}" for entry in shard.samples for field in entry.fields]
+            names = [f"{entry.key}.{field[0]}" for entry in entries for field in entry.fields]
             assert [member.name for member in members] == names
-            places = [field[1:] for entry in shard.samples for field in entry.fields]
+            places = [field[1:] for entry in entries for field in entry.fields]
             assert [(member.offset_data, member.size) for member in members] == places
             for member in members:
                 file = tar.extractfile(member)
@@ -195,7 +200,7 @@ def test_webdatasets_rule_finds_the_same_samples_for_names_with_one_dot(tmp_path
     store = Store(tmp_path / "store")
     manifest = seed_tree(small_tree(tmp_path / "tree"), store)
     rule = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-    for index, shard in enumerate(manifest.shards):
+    for index in range(len(manifest.shards)):
         grouped: list[tuple[str, list[str]]] = []
         with tarfile.open(store.path(manifest.digest, index)) as tar:
             for name in tar.getnames():
@@ -204,7 +209,10 @@ def test_webdatasets_rule_finds_the_same_samples_for_names_with_one_dot(tmp_path
                 if not grouped or grouped[-1][0] != match[1]:
                     grouped.append((match[1], []))
                 grouped[-1][1].append(match[2])
-        assert grouped == [(entry.key, [field[0] for field in entry.fields]) for entry in shard.samples]
+        assert grouped == [
+            (entry.key, [field[0] for field in entry.fields])
+            for entry in read_index(store.path(manifest.digest, index))
+        ]
 
 
 def test_same_input_same_bytes_whatever_the_file_times(tmp_path: Path) -> None:
@@ -216,7 +224,7 @@ def test_same_input_same_bytes_whatever_the_file_times(tmp_path: Path) -> None:
     second = seed_tree(other, Store(tmp_path / "s2"))
     assert first.digest == second.digest
     assert first.to_bytes() == second.to_bytes()
-    assert first.digest.hex() == "50f1a597ae27a1279a566b0e96710e68"  # the format has not changed
+    assert first.digest.hex() == "8c3146de634dde72ac68b1b4667c943e"  # the format has not changed
     assert seed_tree(other, Store(tmp_path / "s3"), seed=4).shard_digests != first.shard_digests
 
 
@@ -267,7 +275,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharding.os, "fsync", full)
+    monkeypatch.setattr(writing.os, "fsync", full)
     with pytest.raises(StoreFull, match="No space left"):
         seed_tree(small_tree(tmp_path / "tree"), store)
     assert len(calls) == 3 and list(store.root.iterdir()) == []
@@ -277,7 +285,7 @@ def test_wrong_name_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.Mon
     tree = make_tree(tmp_path / "tree", {"x.t": 1})
     for name in ("", "bell\a", "x" * 129):
         calls: list[object] = []
-        monkeypatch.setattr(sharding, "_write_shard", calls.append)
+        monkeypatch.setattr(writing, "_write_shard", calls.append)
         with pytest.raises(UserError, match="name"):
             seed_tree(tree, Store(tmp_path / "store"), name=name)
         assert calls == []  # said before anything is written

@@ -12,8 +12,9 @@ import pytest
 from p2p_dmc.agent.run_files import save_run
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.data.formats import scan
-from p2p_dmc.data.sharding import plan_shards, write_shards
+from p2p_dmc.data.sharding import plan_shards
 from p2p_dmc.data.store import Store
+from p2p_dmc.data.writing import write_shards
 from tests.system.checks import RUN, check_digests, check_finished, check_ledger
 from tests.system.cluster import write_samples
 

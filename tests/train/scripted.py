@@ -14,8 +14,9 @@ import xxhash
 import zmq
 
 from p2p_dmc.data.formats import scan
-from p2p_dmc.data.sharding import plan_shards, write_shards
+from p2p_dmc.data.sharding import plan_shards
 from p2p_dmc.data.store import Store
+from p2p_dmc.data.writing import write_shards
 from p2p_dmc.wire import codec
 from p2p_dmc.wire import trainer_messages as tm
 

@@ -15,6 +15,7 @@ import torch
 
 import p2p_dmc as dmc
 from p2p_dmc.core.ledger import sample_permutation
+from p2p_dmc.data.samples import read_index
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train import state
 from p2p_dmc.train.session import Peer
@@ -79,7 +80,8 @@ def expected_values(agent: ScriptedAgent, *stretches: tuple[int, int, int], epoc
     for shard, lo, hi in stretches:
         count = agent.manifest.shards[shard].sample_count
         order = sample_permutation(agent.manifest.digest, 0, epoch, shard, count)
-        keys = [agent.manifest.shards[shard].key(order[place]) for place in range(lo, hi)]
+        index = read_index(agent.store.path(agent.manifest.digest, shard))
+        keys = [index.key(order[place]) for place in range(lo, hi)]
         numbers += [float(key.removeprefix("s")) for key in keys]
     return numbers
 

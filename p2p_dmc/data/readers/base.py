@@ -74,6 +74,7 @@ class Spool:
     """Where converted fields are kept until they are in shards. Without a folder they are only measured."""
 
     def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
         self.path = "" if folder is None else str(folder / "spool")
         self._file: BinaryIO | None = None
         self._end = 0

@@ -1,20 +1,23 @@
 """WebDataset: in a tar, members beside each other that share a key are a sample.
 
 The key is WebDataset's, up to the first dot of the last part of the name, unless ``--stem last-dot`` was
-said; members without an extension are passed over, as WebDataset does. A tar that is not compressed, and in
-which no key comes twice, can be a shard as it is.
+said; members without an extension are passed over, as WebDataset does. A tar that is not compressed, of some
+million samples at most, and in which no key comes twice, can be a shard as it is.
 """
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator
 from itertools import groupby
 
 from p2p_dmc.data.found import FileField, WholeTar
+from p2p_dmc.data.index import MAX_SAMPLES, tar_bytes_of
 from p2p_dmc.data.manifest import MAX_SHARD_BYTES
 from p2p_dmc.data.readers.base import COMPRESSIONS, Input, Record, malformed, refuse_pickle
 from p2p_dmc.data.readers.names import split_member, split_name
+from p2p_dmc.data.tar import TRAILER, padded
 from p2p_dmc.data.walk import Entry
 from p2p_dmc.errors import UserError
 
@@ -22,26 +25,36 @@ _Member = tuple[str, FileField]
 
 
 class TarReader:
-    """A reader that also notes, in ``whole``, which tars can be shards as they are; None if one cannot."""
+    """A reader that also notes, in ``whole``, which tars can be shards as they are; None if one cannot.
+
+    Whether a key comes twice in one is not known here.
+    """
 
     def __init__(self) -> None:
         self.whole: list[WholeTar] | None = []
-        self._count = 0
 
     def __call__(self, given: Input) -> Iterator[Record]:
         for entry in given.entries:
-            start, keys, is_distinct = self._count, set[str](), True
+            count = 0
             with malformed(entry.path, "tar"):
                 for key, members in groupby(_members(given, entry), key=lambda member: member[0]):
-                    is_distinct = is_distinct and key not in keys
-                    keys.add(key)
-                    self._count += 1
+                    count += 1
                     yield key, _fields(entry, key, members)
-            can_be_shard = is_distinct and not _is_compressed(entry) and entry.size <= MAX_SHARD_BYTES
-            if not can_be_shard or self._count == start:
-                self.whole = None
-            elif self.whole is not None:
-                self.whole.append(WholeTar(entry.path, entry.size, start, self._count))
+                fits = entry.size <= MAX_SHARD_BYTES >> 1 and 1 <= count <= MAX_SAMPLES
+                if _is_compressed(entry) or not fits:
+                    self.whole = None
+                elif self.whole is not None:
+                    self.whole.append(_whole(entry, count))
+
+
+def _whole(entry: Entry, count: int) -> WholeTar:
+    """The tar without an index that this program has put behind it."""
+    with open(entry.path, "rb", buffering=0) as file:
+        size = tar_bytes_of(file.fileno())
+        end = os.pread(file.fileno(), len(TRAILER), max(0, size - len(TRAILER)))
+    filled = padded(size) - size
+    is_ended = filled == 0 and end == TRAILER
+    return WholeTar(entry.path, size, 0 if is_ended else filled + len(TRAILER), count)
 
 
 def _is_compressed(entry: Entry) -> bool:

@@ -1,0 +1,189 @@
+"""Planned shards become files, and the files a data set."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from p2p_dmc.data.disk import PIECE_BYTES, SHARDS_NAME, disk_errors, shard_path
+from p2p_dmc.data.found import Scan, ScannedSample, class_names, member_name
+from p2p_dmc.data.index import IndexBuilder, encode_key
+from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest, Mode, ShardEntry, check_settings
+from p2p_dmc.data.sharding import Shard, TarShard
+from p2p_dmc.data.sources import Sources
+from p2p_dmc.data.store import Store
+from p2p_dmc.data.tar import TRAILER, padded, tar_header
+from p2p_dmc.errors import UserError
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all), of shards
+
+JOURNAL_NAME = "written"
+
+
+class _ShardWriter:
+    """Streams one shard's file, hashing on the way; of the contents memory holds a piece."""
+
+    def __init__(self, file: BinaryIO, sources: Sources, on_bytes: Callable[[int], None]) -> None:
+        self._file = file
+        self._sources = sources
+        self._on_bytes = on_bytes
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._written = 0
+
+    def put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes >= PIECE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        data = b"".join(self._waiting)
+        self._file.write(data)
+        self._hash.update(data)
+        self._on_bytes(len(data))
+        self._written += len(data)
+        self._waiting, self._waiting_bytes = [], 0
+
+    def add(self, sample: ScannedSample, index: IndexBuilder) -> None:
+        places = []
+        for one in sample.fields:
+            self.put(tar_header(member_name(sample.key, one.extension), one.size))
+            places.append((one.extension, self._written + self._waiting_bytes, one.size))
+            for piece in self._sources.pieces(one):
+                self.put(piece)
+            if rest := padded(one.size) - one.size:
+                self.put(bytes(rest))
+        index.add(encode_key(sample.key), places)
+
+    def write(self, shard: Shard) -> None:
+        index = IndexBuilder(shard.extensions)
+        if isinstance(shard, TarShard):
+            for piece in self._sources.whole(shard.path, shard.copied_bytes, is_all=False):
+                self.put(piece)
+            self.put(bytes(shard.missing_bytes))
+            for sample in shard:
+                index.add(encode_key(sample.key), [(f.extension, f.offset, f.size) for f in sample.fields])
+        else:
+            for sample in shard:
+                self.add(sample, index)
+            self.put(TRAILER)
+        self.put(index.to_bytes())
+
+    def finish(self) -> bytes:
+        """Sync the file, return its content digest."""
+        self._flush()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._hash.digest()
+
+
+def write_shards(
+    shards: Sequence[Shard],
+    store: Store,
+    *,
+    scan: Scan,
+    name: str,
+    mode: Mode,
+    replicas: int,
+    seed: int,
+    progress: Progress | None = None,
+    on_resumed: Callable[[int], None] = lambda _: None,
+    on_written: Callable[[int], None] = lambda _: None,
+) -> Manifest:
+    """Write the planned shards into the store, which holds them all afterwards, and return their manifest.
+
+    Deterministic: the same files, plan and settings give the same digests. Nothing of it is visible in the
+    store before all is written; when the process is killed or interrupted, the next one with the same plan of
+    the same input goes on after the last whole shard (a store that is opened with ``keep_staging``).
+    ``on_written`` is told how many shards are whole. Raises UserError (a file that changed or vanished, a name
+    taken by another data set), StoreFull.
+    """
+    try:
+        check_settings(name, mode, replicas, seed)
+    except ValueError as error:
+        raise UserError(f"{error}; choose another") from error
+    total = left = sum(shard.size_bytes for shard in shards)
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, left)
+
+    with store.staging(total, _identity(scan, shards)) as staging, Sources(scan.stamps) as sources:
+        digests = _written(staging, shards)
+        left -= sum(shard.size_bytes for shard in shards[: len(digests)])
+        if digests:
+            on_resumed(len(digests))
+        for shard in shards[len(digests) :]:
+            on_written(len(digests))
+            digests.append(_write_shard(shard, staging, sources, on_bytes))
+        sources.check()
+        manifest = _manifest(name, mode, replicas, seed, scan, shards, digests)
+        (staging / JOURNAL_NAME).unlink()
+        store.publish(staging, manifest)
+    return manifest
+
+
+def _manifest(
+    name: str,
+    mode: Mode,
+    replicas: int,
+    seed: int,
+    scan: Scan,
+    shards: Sequence[Shard],
+    digests: Sequence[bytes],
+) -> Manifest:
+    if len(set(digests)) < len(digests):
+        raise UserError(f"{name!r}: two of the tars are the same, byte for byte; take one of them away")
+    extensions = tuple(sorted(set().union(*(shard.extensions for shard in shards))))
+    entries = tuple(
+        ShardEntry(digest, shard.size_bytes, len(shard))
+        for shard, digest in zip(shards, digests, strict=True)
+    )
+    return Manifest(name, mode, replicas, seed, extensions, class_names(scan.samples), entries)
+
+
+def _identity(scan: Scan, shards: Sequence[Shard]) -> bytes:
+    """Names a plan of an input. Empty if the input has no identity: nothing is resumed then."""
+    if not scan.identity:
+        return b""
+    state = hashlib.blake2b(scan.identity, digest_size=DIGEST_BYTES)
+    for shard in shards:
+        state.update(shard.identity.to_bytes(8, "little") + len(shard).to_bytes(8, "little"))
+    return state.digest()
+
+
+def _written(staging: Path, shards: Sequence[Shard]) -> list[bytes]:
+    """Digests of the shards, from the first on, that an interrupted process has left whole."""
+    journal = staging / JOURNAL_NAME
+    journal.touch()
+    digests = []
+    for shard, line in zip(shards, journal.read_text("ascii").splitlines(), strict=False):
+        if len(line) != 2 * DIGEST_BYTES:
+            break
+        path = shard_path(staging, bytes.fromhex(line))
+        if not path.is_file() or path.stat().st_size != shard.size_bytes:
+            break
+        digests.append(bytes.fromhex(line))
+    journal.write_text("".join(f"{digest.hex()}\n" for digest in digests), "ascii")
+    return digests
+
+
+def _write_shard(shard: Shard, staging: Path, sources: Sources, on_bytes: Callable[[int], None]) -> bytes:
+    temporary = staging / SHARDS_NAME / "next"
+    with disk_errors(temporary):
+        with temporary.open("wb") as file:
+            writer = _ShardWriter(file, sources, on_bytes)
+            writer.write(shard)
+            digest = writer.finish()
+        os.replace(temporary, shard_path(staging, digest))
+        with (staging / JOURNAL_NAME).open("a", encoding="ascii") as journal:
+            journal.write(f"{digest.hex()}\n")
+    return digest
