@@ -270,7 +270,8 @@ def check_samples(trained: Trained, per_epoch: int, epochs: int) -> list[str]:
         counted = Counter(
             (line["epoch"], shard, place)
             for line in lines
-            for shard, lo, hi in line["counted"]
+            for braid in line["counted"]
+            for shard, lo, hi in braid
             for place in range(lo, hi)
         )
         due = {

@@ -120,7 +120,7 @@ def trained(vs_ddp: ModuleType) -> Any:
         "comm_s": 1,
         "wait_s": 0,
     }
-    counted = [[[0, 0, 2], [0, 2, 5], [1, 0, 3]], [[1, 0, 3], [0, 0, 5]]]
+    counted = [[[[0, 0, 2]], [[0, 2, 5]], [[1, 0, 3]]], [[[1, 0, 3]], [[0, 0, 5]]]]
     lines = [line | {"round": e + 1, "epoch": e, "digest": f"d{e}", "counted": counted[e]} for e in range(2)]
     return vs_ddp.Trained(
         name="fixed",
@@ -166,8 +166,11 @@ def set_in(*keys: Any) -> Any:
         (set_in("metrics", "h2", 1, "digest", "e"), r"digests differ in rounds \[\(1, 2\)\]"),
         (set_in("records", "h4", "seen", [[0, 6], [0, 7], [1, 6]]), "15 of 16 samples were trained on"),
         (set_in("records", "h4", "seen", [[0, 6], [0, 7], [1, 6], [1, 7], [1, 0]]), "more than once"),
-        (set_in("metrics", "h1", 0, "counted", [[0, 0, 5], [1, 0, 2]]), "h1: the ledger counts 15 samples"),
-        (set_in("metrics", "h1", 0, "counted", [[0, 0, 5], [1, 0, 3], [1, 2, 3]]), "counts 17 samples"),
+        (
+            set_in("metrics", "h1", 0, "counted", [[[0, 0, 5]], [[1, 0, 2]]]),
+            "h1: the ledger counts 15 samples",
+        ),
+        (set_in("metrics", "h1", 0, "counted", [[[0, 0, 5]], [[1, 0, 3]], [[1, 2, 3]]]), "counts 17 samples"),
         (set_in("records", "h1", "bytes_end", [14_501, 13_500]), "14001 bytes while training, 14000 in all"),
         (set_in("records", "h1", "bytes_end", [400, 13_500]), "-100 bytes while training"),
         (set_in("sent_all", 2, 11_999), "11999 bytes sent, 2 reductions need 12000"),

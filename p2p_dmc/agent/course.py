@@ -13,7 +13,8 @@ from p2p_dmc.agent.work import Work
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import RoundFacts, TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import View
-from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.braids import Braid, unordered
+from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.wire.messages import RoundHeader
 
 
@@ -21,8 +22,8 @@ from p2p_dmc.wire.messages import RoundHeader
 class Outcome:
     """What one round changes, before anybody has recorded it."""
 
-    counted: tuple[tuple[Stretch, ...], ...]
-    """Of each member, in ring order."""
+    counted: tuple[tuple[Braid, ...], ...]
+    """Of each member, in ring order, as it consumed them."""
     ledger: Ledger
     tau: TauState
     quarantined: bool
@@ -46,11 +47,11 @@ class Course:
     def outcome(self, result: BarrierResult) -> Outcome:
         """Of the round whose headers these are. Nothing changes here."""
         counted = tuple(self.work.next_of(i, w) for i, w in enumerate(result.weights))
-        ledger = self.ledger.advance([s for part in counted for s in part])
+        ledger = self.ledger.advance(unordered(braid for part in counted for braid in part))
         quarantined = ledger.progress()[1]
         for i, header in enumerate(result.headers):
             struck = () if header.finite else self.work.next_of(i, header.samples)
-            for stretch in struck:
+            for stretch in unordered(struck):
                 ledger = ledger.strike(stretch) if ledger.epoch == self.ledger.epoch else ledger
         said = [facts(h) for h, votes in zip(result.headers, result.voting, strict=True) if votes]
         return Outcome(

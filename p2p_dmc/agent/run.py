@@ -25,7 +25,7 @@ from p2p_dmc.agent.trainer_desk import TrainerDesk
 from p2p_dmc.agent.training import Measured, Training
 from p2p_dmc.agent.view_opening import out_of_date, report_given_up
 from p2p_dmc.agent.views import Views
-from p2p_dmc.agent.work import InFlight, ProposalPayload, bitmap, encode_payload
+from p2p_dmc.agent.work import InFlight, ProposalPayload, bitmap, encode_payload, plain
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementSettings,
@@ -261,7 +261,7 @@ class Run:
             ProposalPayload(
                 view_epoch=self.stood_in,
                 epoch=ledger.epoch,
-                claims=self.views.claims(),
+                claims=plain(self.views.claims()),
                 holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,
@@ -447,6 +447,11 @@ class Run:
     def rounds(self) -> Training | Learning | None:
         """What goes on in the view that stands, or stood last."""
         return self.training or self.learning
+
+    @property
+    def unproven(self) -> bool:
+        """The last reductions of this peer as a learner failed."""
+        return bool(self._unproven)
 
     def proved(self) -> None:
         """As a learner this peer can be reduced with."""

@@ -25,14 +25,14 @@ def takeovers(old: Work, old_view: View, new: Work, new_view: View) -> tuple[Tak
         return ()
     staying = {m.peer_id for m in new_view.members}
     owners: dict[int, list[tuple[int, int, str]]] = {}
-    for member, stretches in zip(new_view.members, new.assignment.stretches, strict=True):
-        for s in stretches:
+    for i, member in enumerate(new_view.members):
+        for s in new.assignment.stretches(i):
             owners.setdefault(s.shard, []).append((s.lo, s.hi, member.peer_id))
     found = []
-    for member, stretches in zip(old_view.members, old.assignment.stretches, strict=True):
+    for i, member in enumerate(old_view.members):
         if member.peer_id in staying:
             continue
-        for stretch in stretches:
+        for stretch in old.assignment.stretches(i):
             for lo, hi, owner in owners.get(stretch.shard, ()):
                 first, last = max(lo, stretch.lo), min(hi, stretch.hi)
                 if first < last:

@@ -11,6 +11,7 @@ from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.work import Strike, encode_strikes
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.braids import unordered
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.wire import trainer_messages as local
@@ -132,7 +133,7 @@ class TrainerDesk:
                     view_epoch=self._run.stood_in,
                     death=self._deaths,
                     epoch=self._run.ledger().epoch,
-                    stretches=claims,
+                    stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(claims)),
                 )
             )
         self._run.withdraw(reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +12,10 @@ from p2p_dmc.agent.barrier import Barrier, BarrierResult
 from p2p_dmc.agent.course import Course, Outcome
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
-from p2p_dmc.agent.work import InFlight, Work, decode_payload
+from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
+from p2p_dmc.core.braids import Braid, size, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.phases import reach
@@ -29,6 +30,8 @@ from p2p_dmc.wire.trainer_messages import (
     RoundResult,
 )
 
+AHEAD = 4
+"""Shards of so many leases to come are fetched while the trainer has work: they are here when it wants them."""
 SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
 
@@ -147,20 +150,27 @@ class Training:
             return
         samples, since_s = self._lease_wanted
         wanted = self.work.peek(samples)
-        ready = 0
-        for stretch in wanted:
-            if not self.host.shard_here(stretch.shard):
-                self.host.fetch_shard(stretch.shard, self.serve_lease)
-                break
-            ready += len(stretch)
+        ready = self._ready(wanted)
         if wanted and not ready and time.monotonic() - since_s < SHARD_PATIENCE_S:
             return
         if not ready:
             self._end_lease()
             return
         self._lease_wanted = None
-        stretches = tuple((s.shard, s.lo, s.hi) for s in self.work.lease(ready))
-        self.host.to_trainer(Lease(epoch=self.ledger.epoch, stretches=stretches))
+        self.host.to_trainer(Lease(epoch=self.ledger.epoch, braids=plain(self.work.lease(ready))))
+        self._ready(self.work.peek(AHEAD * samples))
+
+    def _ready(self, wanted: Sequence[Braid]) -> int:
+        """How many samples in a row have their shards here. The others' are fetched, the first of them first."""
+        ready, missing = 0, False
+        for braid in wanted:
+            away = [i for i, stretch in enumerate(braid) if not self.host.shard_here(stretch.shard)]
+            for i in away:
+                self.host.fetch_shard(braid[i].shard, self.serve_lease)
+            if not missing:
+                ready += away[0] if away else size([braid])
+            missing = missing or bool(away)
+        return ready
 
     def _end_lease(self) -> None:
         """Nothing more for now: the trainer comes to the barrier with what it has."""
@@ -340,8 +350,8 @@ class Training:
             return False
         reach("complete")
         before, tau_used = self.ledger, self.held.tau.tau
-        counted = (s for part in outcome.counted for s in part)
-        given_up = self._given_up + ledger.given_up_since(before, counted)
+        counted = [braid for part in outcome.counted for braid in part]
+        given_up = self._given_up + ledger.given_up_since(before, unordered(counted))
         self._given_up = ()
         self.held = Held(ref=ref, slot=slot, anchor_digest=anchor_digest, ledger=ledger, tau=tau)
         self.host.hold(self.held)
@@ -417,7 +427,7 @@ class Training:
             bytes_received=self.measured.bytes_received,
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
-            counted=[[s.shard, s.lo, s.hi] for part in outcome.counted for s in part],
+            counted=[braid for part in outcome.counted for braid in plain(part)],
             weights=list(result.weights),
             skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
             speeds=list(self.course.speeds),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from p2p_dmc.agent.run_files import load_names, save_run
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.takeovers import takeovers
-from p2p_dmc.agent.work import Work
+from p2p_dmc.agent.work import Work, plain
 from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.core.ledger import Ledger, sample_permutation
 from p2p_dmc.data.samples import read_index
@@ -123,7 +123,7 @@ def report_opening(
         view_epoch=view.view_epoch,
         epoch=ledger.epoch,
         skipped=ledger.progress()[1],
-        assignment=[[[s.shard, s.lo, s.hi] for s in part] for part in work.assignment.stretches],
+        assignment=[plain(braids) for braids in work.assignment.lists],
     )
     if run.desk.manifest is None or old_work is None or old_view is None:
         return

@@ -23,6 +23,7 @@ from p2p_dmc.agent.view_opening import (
 )
 from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, in_start, opening_ledger
 from p2p_dmc.core.agreement_messages import StateRef, View
+from p2p_dmc.core.braids import Braid
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
 
+SPARE_SLOTS = 2
+"""A learner may have kept many rounds' results. A voter has use for so many slots besides those of its states."""
 REACH_THEM = "see that the other peers' ports can be reached from here"
 
 
@@ -41,7 +44,7 @@ class Views:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._carried_claims: tuple[tuple[int, int, int], ...] = ()
+        self._carried_claims: tuple[Braid, ...] = ()
         self._trainer_base: StateRef | None = None
         """The state whose anchor the trainer's local parameters come from."""
         self.in_ledger: set[tuple[str, int, int]] = set()
@@ -85,14 +88,15 @@ class Views:
             self._catching_up.cancel()
         if self._catch_up is not None:
             self._catch_up.close()
+            self._run.keeper.pool().trim(SPARE_SLOTS)
         self._catch_up = self._catching_up = None
 
-    def claims(self) -> tuple[tuple[int, int, int], ...]:
+    def claims(self) -> tuple[Braid, ...]:
         """What the trainer has in hand: leased, and counted by no complete round."""
         training = self._run.training
         if training is None:
             return self._carried_claims if self._run.stood_in else ()
-        return tuple((s.shard, s.lo, s.hi) for s in training.work.claims())
+        return training.work.claims()
 
     def new_trainer(self) -> None:
         """It has done nothing yet."""
@@ -134,6 +138,8 @@ class Views:
             return
         if not (agreement.frozen or agreement.left_out):
             return  # a view stands, which says where it starts
+        if run.unproven:
+            return  # it may not be let in for long, and outside a view it would yield to no reduction
         theirs = {p.peer_id: (p.meta.history, p.meta.view_epoch) for p in others(run.services, run.name)}
         if sender in theirs:
             self._offering = tuple(p for p, view in theirs.items() if view == theirs[sender])

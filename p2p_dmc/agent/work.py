@@ -14,9 +14,13 @@ import numpy as np
 
 from p2p_dmc.core.agreement_messages import Lineage, StateRef, View
 from p2p_dmc.core.assignment import Assignment, assign, granted
+from p2p_dmc.core.braids import Braid, part, size
 from p2p_dmc.core.ledger import Ledger, Stretch, common
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
+
+PlainBraid = tuple[tuple[int, int, int], ...]
+"""Stretches of one length that are consumed in turn, (shard, lo, hi) each, in epoch order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class ProposalPayload:
 
     view_epoch: int  # of the last view it stood in: claims of an older one than anybody's are dead
     epoch: int  # data epoch of the claims
-    claims: tuple[tuple[int, int, int], ...]
+    claims: tuple[PlainBraid, ...]
     holdings: bytes  # bitmap of the shards it holds, verified
     reachable: bytes  # bitmap of the shards that it knows somebody to hold, members or not
     speed: int  # samples a second, 0 when unknown
@@ -77,6 +81,8 @@ def check_payload(data: bytes, shards: int | None) -> None:
     payload = decode_payload(data)
     if payload.speed < 0 or payload.view_epoch < 0 or payload.epoch < 0:
         raise RemoteProtocolError("a payload's number is negative")
+    if any(len({hi - lo for _, lo, hi in braid}) != 1 for braid in payload.claims):
+        raise RemoteProtocolError("a claim's stretches are of different lengths")
     if shards is not None:
         from_bitmap(payload.holdings, shards)
         from_bitmap(payload.reachable, shards)
@@ -135,13 +141,24 @@ def to_stretches(plain: Sequence[tuple[int, int, int]], ledger: Ledger) -> tuple
     )
 
 
+def plain(braids: Sequence[Braid]) -> tuple[PlainBraid, ...]:
+    """As messages and journals have them."""
+    return tuple(tuple((s.shard, s.lo, s.hi) for s in braid) for braid in braids)
+
+
+def to_braids(plain: Sequence[PlainBraid], ledger: Ledger) -> tuple[Braid, ...]:
+    """Braids of this data set; what does not exist in it is left out."""
+    there = (to_stretches(braid, ledger) for braid in plain)
+    return tuple(braid for braid in there if braid)
+
+
 def valid_claims(
     payloads: Sequence[ProposalPayload], voting: Sequence[bool], ledger: Ledger
-) -> tuple[tuple[Stretch, ...], ...]:
+) -> tuple[tuple[Braid, ...], ...]:
     """Claims that the new view honours: voters', of this epoch, from the newest view that anybody here stood in."""
     newest = max(p.view_epoch for p in payloads)
     return tuple(
-        to_stretches(p.claims, ledger) if votes and p.view_epoch == newest and p.epoch == ledger.epoch else ()
+        to_braids(p.claims, ledger) if votes and p.view_epoch == newest and p.epoch == ledger.epoch else ()
         for p, votes in zip(payloads, voting, strict=True)
     )
 
@@ -150,7 +167,7 @@ def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
     """Whether samples that a member has in hand are skipped now: its trainer has to begin anew from the anchor."""
     if payload.epoch != ledger.epoch:  # skipping ended the epoch, or no longer does: none of them is honoured
         return bool(payload.claims)
-    claims = to_stretches(payload.claims, ledger)
+    claims = [s for braid in to_braids(payload.claims, ledger) for s in braid]
     return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
 
 
@@ -169,13 +186,8 @@ def in_start(in_flight: InFlight | None, start: StateRef, payload: ProposalPaylo
     """
     if in_flight is None or in_flight.lineage != start.lineage:
         return False
-    left = in_flight.samples
-    for stretch in to_stretches(payload.claims, ledger):
-        first = (stretch.lo, min(stretch.hi, stretch.lo + left))
-        if left and common((first,), ledger.open_positions(stretch.shard)):
-            return False
-        left = max(0, left - len(stretch))
-    return True
+    said = part(to_braids(payload.claims, ledger), 0, in_flight.samples)
+    return not any(common(((s.lo, s.hi),), ledger.open_positions(s.shard)) for braid in said for s in braid)
 
 
 class Work:
@@ -195,7 +207,7 @@ class Work:
         self.reachable = reachable
         """Those that this member knew somebody to hold, as it said for this view."""
         self.me = me
-        self.cursors = [0] * len(assignment.stretches)
+        self.cursors = [0] * len(assignment.lists)
         self.leased = leased
         """Invariant: cursors[me] <= leased <= length of my list."""
 
@@ -206,7 +218,7 @@ class Work:
         voting = _voting(view)
         claims = valid_claims(payloads, voting, ledger)
         assignment = _assign(payloads, voting, ledger, [p.speed for p in payloads], claims)
-        kept = sum(map(len, granted(ledger, claims)[0][me])) if keep_leases else 0
+        kept = size(granted(ledger, claims)[0][me]) if keep_leases else 0
         return cls(assignment, me, kept, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
     @classmethod
@@ -221,24 +233,23 @@ class Work:
         """Whether anybody's list goes on beyond what has been counted; the same on every member."""
         return any(cursor < self.assignment.length(i) for i, cursor in enumerate(self.cursors))
 
-    def lease(self, samples: int) -> tuple[Stretch, ...]:
-        """The next stretches for my trainer, at most ``samples``; empty at the end of my list."""
-        end = min(self.leased + samples, self.assignment.length(self.me))
-        stretches = self.assignment.consumed(self.me, self.leased, end) if end > self.leased else ()
-        self.leased = end
-        return stretches
+    def lease(self, samples: int) -> tuple[Braid, ...]:
+        """The next of my list for my trainer, at most ``samples``; empty at its end."""
+        braids = self.peek(samples)
+        self.leased += size(braids)
+        return braids
 
-    def peek(self, samples: int) -> tuple[Stretch, ...]:
+    def peek(self, samples: int) -> tuple[Braid, ...]:
         """What the next lease of so many samples would hand out."""
         end = min(self.leased + samples, self.assignment.length(self.me))
         return self.assignment.consumed(self.me, self.leased, end) if end > self.leased else ()
 
-    def claims(self) -> tuple[Stretch, ...]:
+    def claims(self) -> tuple[Braid, ...]:
         """Leased, not counted."""
         cursor = self.cursors[self.me]
         return self.assignment.consumed(self.me, cursor, self.leased) if self.leased > cursor else ()
 
-    def next_of(self, member: int, samples: int) -> tuple[Stretch, ...]:
+    def next_of(self, member: int, samples: int) -> tuple[Braid, ...]:
         """The ``samples`` that follow a member's counted cursor; RemoteProtocolError beyond the end of its list."""
         cursor = self.cursors[member]
         if cursor + samples > self.assignment.length(member):
@@ -266,7 +277,7 @@ def _assign(
     voting: Sequence[bool],
     ledger: Ledger,
     speeds: Sequence[int],
-    claims: Sequence[tuple[Stretch, ...]],
+    claims: Sequence[tuple[Braid, ...]],
 ) -> Assignment:
     """Among the voters: a learner has nothing to train on."""
     voters = [i for i, votes in enumerate(voting) if votes]
@@ -279,7 +290,7 @@ def _assign(
         unreachable(payloads, ledger),
         {place for place, i in enumerate(voters) if payloads[i].full},
     )
-    lists: list[tuple[Stretch, ...]] = [()] * len(payloads)
+    lists: list[tuple[Braid, ...]] = [()] * len(payloads)
     for place, i in enumerate(voters):
-        lists[i] = shared.stretches[place]
-    return Assignment(epoch=shared.epoch, stretches=tuple(lists))
+        lists[i] = shared.lists[place]
+    return Assignment(epoch=shared.epoch, lists=tuple(lists))

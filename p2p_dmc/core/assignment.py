@@ -1,7 +1,7 @@
 """Who trains on what: a pure function of the ledger and of the view's members (DESIGN section 9).
 
 Every peer computes everyone's assignment, so a cursor ("n samples consumed") is enough to say which samples
-it means.
+it means. A member consumes several of its shards in turn (`core.braids`).
 
 How it balances. Each member's share of the samples is proportional to its speed, to the sample, so all are
 expected to finish at the same time. Shards go to their holders, those with the fewest holders first, each to
@@ -14,12 +14,15 @@ fetch and cost a page of code.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import msgpack
 
+from p2p_dmc.core.braids import INTERLEAVED, Braid, kept, piece, size, unordered, weave
 from p2p_dmc.core.ledger import Intervals, Ledger, Stretch, common, shard_order, subtract, union
 
 __all__ = ["Assignment", "assign", "shares"]
@@ -30,31 +33,42 @@ class Assignment:
     """For one epoch, what each view member trains on, in the order in which it consumes it."""
 
     epoch: int
-    stretches: tuple[tuple[Stretch, ...], ...]
+    lists: tuple[tuple[Braid, ...], ...]
     """One list per member, in ring order. Invariant: no sample is in two of them, or twice in one."""
+    ends: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+    """Per member, how many samples its list has up to the end of each braid."""
+
+    def __post_init__(self) -> None:
+        ends = tuple(tuple(accumulate(size([braid]) for braid in braids)) for braids in self.lists)
+        object.__setattr__(self, "ends", ends)
 
     def length(self, member_index: int) -> int:
         """Samples of one member."""
-        return sum(map(len, self.stretches[member_index]))
+        return self.ends[member_index][-1] if self.ends[member_index] else 0
 
-    def consumed(self, member_index: int, lo: int, hi: int) -> tuple[Stretch, ...]:
+    def stretches(self, member_index: int) -> tuple[Stretch, ...]:
+        """The same samples without their order."""
+        return unordered(self.lists[member_index])
+
+    def consumed(self, member_index: int, lo: int, hi: int) -> tuple[Braid, ...]:
         """What the member consumes between cursors `lo` and `hi` (samples); ValueError if it has fewer."""
         if not 0 <= lo <= hi:
             raise ValueError(f"a cursor moves forward: {lo} to {hi}")
-        pieces: list[Stretch] = []
-        at = 0
-        for stretch in self.stretches[member_index]:
-            first, last = max(lo - at, 0), min(hi - at, len(stretch))
-            if first < last:
-                pieces.append(Stretch(shard=stretch.shard, lo=stretch.lo + first, hi=stretch.lo + last))
-            at += len(stretch)
-        if hi > at:
-            raise ValueError(f"member {member_index} has {at} samples in epoch {self.epoch}, not {hi}")
+        if hi > self.length(member_index):
+            there = f"member {member_index} has {self.length(member_index)} samples in epoch {self.epoch}"
+            raise ValueError(f"{there}, not {hi}")
+        braids, ends = self.lists[member_index], self.ends[member_index]
+        pieces: list[Braid] = []
+        for i in range(bisect_right(ends, lo), len(braids)):
+            start = ends[i - 1] if i else 0
+            if start >= hi:
+                break
+            pieces += piece(braids[i], lo - start, hi - start)
         return tuple(pieces)
 
     def digest(self) -> bytes:
         """16 bytes that differ when any member's list does."""
-        lists = tuple(tuple((s.shard, s.lo, s.hi) for s in stretches) for stretches in self.stretches)
+        lists = [[[(s.shard, s.lo, s.hi) for s in braid] for braid in braids] for braids in self.lists]
         return hashlib.blake2b(cast(bytes, msgpack.packb((self.epoch, lists))), digest_size=16).digest()
 
 
@@ -63,9 +77,10 @@ def assign(
     members: int,
     holdings: Sequence[Container[int]],
     speeds: Sequence[int],
-    claims: Sequence[Sequence[Stretch]],
+    claims: Sequence[Sequence[Braid]],
     unavailable: Container[int] = (),
     full: Container[int] = (),
+    lanes: int = INTERLEAVED,
 ) -> Assignment:
     """Hand out what the current epoch still needs: each available sample to exactly one member.
 
@@ -74,7 +89,7 @@ def assign(
     counted yet. Claims come first in its list, in the given order, and are no work, so the balance is over
     the rest. Of a claim, samples that the ledger has settled or a lower member has claimed are cut out.
     `unavailable`: shards that nobody has. `full`: members that can fetch nothing; they get what they hold
-    only, as long as anybody else can fetch.
+    only, as long as anybody else can fetch. `lanes`: so many stretches of a member are consumed in turn.
     """
     if not members == len(holdings) == len(speeds) == len(claims):
         raise ValueError(f"{members} members, but {len(holdings)}, {len(speeds)} and {len(claims)} entries")
@@ -88,8 +103,9 @@ def assign(
     rank = {shard: i for i, shard in enumerate(_order(ledger))}
     return Assignment(
         epoch=ledger.epoch,
-        stretches=tuple(
-            (*mine[m], *_in_order(own[m], rank), *_in_order(fetched[m], rank)) for m in range(members)
+        lists=tuple(
+            (*mine[m], *weave([*_in_order(own[m], rank), *_in_order(fetched[m], rank)], lanes))
+            for m in range(members)
         ),
     )
 
@@ -113,22 +129,23 @@ def shares(samples: int, speeds: Sequence[int]) -> list[int]:
 
 
 def granted(
-    ledger: Ledger, claims: Sequence[Sequence[Stretch]]
-) -> tuple[list[list[Stretch]], dict[int, Intervals]]:
-    """What stands of the claims: per member the stretches, and per shard all claimed positions."""
+    ledger: Ledger, claims: Sequence[Sequence[Braid]]
+) -> tuple[list[list[Braid]], dict[int, Intervals]]:
+    """What stands of the claims: per member the braids, and per shard all claimed positions."""
     claimed: dict[int, Intervals] = {}
-    kept: list[list[Stretch]] = []
+    mine: list[list[Braid]] = []
     for claim in claims:
-        kept.append([])
-        for stretch in claim:
-            shard = stretch.shard
-            if shard >= len(ledger.counts):
-                continue
-            taken = claimed.get(shard, ())
-            rest = subtract(common(((stretch.lo, stretch.hi),), ledger.open_positions(shard)), taken)
-            kept[-1] += [Stretch(shard=shard, lo=lo, hi=hi) for lo, hi in rest]
-            claimed[shard] = union(taken, rest)
-    return kept, claimed
+        mine.append([])
+        for braid in claim:
+            there = tuple(stretch for stretch in braid if stretch.shard < len(ledger.counts))
+            free: list[Intervals] = []
+            for stretch in there:
+                taken = claimed.get(stretch.shard, ())
+                open_ones = common(((stretch.lo, stretch.hi),), ledger.open_positions(stretch.shard))
+                free.append(subtract(open_ones, taken))
+                claimed[stretch.shard] = union(taken, free[-1])
+            mine[-1] += kept(there, free)
+    return mine, claimed
 
 
 def _work(ledger: Ledger, claimed: dict[int, Intervals], unavailable: Container[int]) -> list[Stretch]:

@@ -28,7 +28,7 @@ __all__ = [
     "shard_order",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """First item of the encoded form; grows when the encoding changes."""
 
 Intervals = tuple[tuple[int, int], ...]
@@ -156,6 +156,8 @@ class Ledger:
     """Samples of each shard."""
     epoch: int
     """The current epoch, from 0; equal to `epochs` when the run is done."""
+    part: int
+    """How often the rest of this epoch was shared out anew while a view stood (`core.rebalancing`)."""
     counted: tuple[Intervals, ...]
     """Per shard, the positions that complete rounds have counted. Invariant: disjoint from `skipped`."""
     skipped: tuple[Intervals, ...]
@@ -180,6 +182,7 @@ class Ledger:
             epochs=epochs,
             counts=tuple(counts),
             epoch=0,
+            part=0,
             counted=nothing,
             skipped=nothing,
             strikes=(),
@@ -253,6 +256,10 @@ class Ledger:
             touched[stretch.shard] = union(seen, _open_part(self, stretch))
         return self._moved_on(skipped=_patched(self.skipped, touched))
 
+    def shared_anew(self) -> Ledger:
+        """The members have other assignments from here on: what they held of the former ones is void."""
+        return replace(self, part=self.part + 1)
+
     def given_up_since(
         self, before: Ledger, counted: Iterable[Stretch] = ()
     ) -> tuple[tuple[int, Stretch], ...]:
@@ -289,12 +296,18 @@ class Ledger:
         counted = self.counted if counted is None else counted
         skipped = self.skipped if skipped is None else skipped
         samples_total = self.samples_total if samples_total is None else samples_total
-        epoch, strikes = self.epoch, _unsettled(self.strikes, counted, skipped)
+        epoch, part, strikes = self.epoch, self.part, _unsettled(self.strikes, counted, skipped)
         if sum(map(total, counted + skipped)) == sum(self.counts):
             counted = skipped = ((),) * len(self.counts)
-            epoch, strikes = self.epoch + 1, ()
+            epoch, part, strikes = self.epoch + 1, 0, ()
         return replace(
-            self, epoch=epoch, counted=counted, skipped=skipped, strikes=strikes, samples_total=samples_total
+            self,
+            epoch=epoch,
+            part=part,
+            counted=counted,
+            skipped=skipped,
+            strikes=strikes,
+            samples_total=samples_total,
         )
 
     def to_bytes(self) -> bytes:
@@ -309,6 +322,7 @@ class Ledger:
                     self.epochs,
                     self.counts,
                     self.epoch,
+                    self.part,
                     tuple(map(_flat, self.counted)),
                     tuple(map(_flat, self.skipped)),
                     tuple((s.shard, s.lo, s.hi) for s in self.strikes),
@@ -321,7 +335,7 @@ class Ledger:
     def from_bytes(cls, data: bytes) -> Ledger:
         """Inverse of `to_bytes`; RemoteProtocolError for anything that it would not have written."""
         try:
-            version, digest, seed, epochs, counts, epoch, counted, skipped, strikes, samples_total = (
+            version, digest, seed, epochs, counts, epoch, part, counted, skipped, strikes, samples_total = (
                 msgpack.unpackb(data, use_list=False)
             )
             if version != FORMAT:
@@ -332,6 +346,7 @@ class Ledger:
                 epochs=epochs,
                 counts=counts,
                 epoch=epoch,
+                part=part,
                 counted=tuple(map(_paired, counted)),
                 skipped=tuple(map(_paired, skipped)),
                 strikes=tuple(Stretch(shard=s, lo=lo, hi=hi) for s, lo, hi in strikes),
@@ -384,7 +399,7 @@ def _require(condition: bool, complaint: str, *values: Any) -> None:
 
 def _check_settings(ledger: Ledger) -> None:
     _require(type(ledger.dataset_digest) is bytes, "the data set's digest is bytes", ledger.dataset_digest)
-    for name in ("seed", "epochs", "epoch", "samples_total"):
+    for name in ("seed", "epochs", "epoch", "part", "samples_total"):
         value = getattr(ledger, name)
         _require(type(value) is int and 0 <= value < 2**63, f"{name} is an integer from 0", value)
     _require(ledger.epoch <= ledger.epochs and ledger.epochs > 0, "epoch", ledger.epoch, ledger.epochs)

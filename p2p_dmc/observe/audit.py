@@ -288,7 +288,7 @@ def _wrong_totals(rounds: Sequence[Line]) -> Iterator[str]:
 
 
 def _stretches(line: Line) -> Iterator[Stretch]:
-    return (Stretch(shard=shard, lo=lo, hi=hi) for shard, lo, hi in line["counted"])
+    return (Stretch(shard=shard, lo=lo, hi=hi) for braid in line["counted"] for shard, lo, hi in braid)
 
 
 def _skipped(line: Line) -> Iterator[tuple[int, Stretch]]:

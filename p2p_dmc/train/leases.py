@@ -23,9 +23,14 @@ class Leases:
 
     def add(self, lease: Lease) -> None:
         """What the agent handed out."""
-        for shard, lo, hi in lease.stretches:
-            self._stretches.append((lease.epoch, shard, lo, hi))
-            self.count += hi - lo
+        for braid in lease.braids:
+            length = braid[0][2] - braid[0][1]
+            rows = 1 if len(braid) == 1 else length  # one stretch alone goes in one piece
+            for row in range(0, length, length // rows):
+                self._stretches.extend(
+                    (lease.epoch, shard, lo + row, lo + row + length // rows) for shard, lo, _ in braid
+                )
+            self.count += length * len(braid)
 
     def take(self, count: int) -> list[Position]:
         """The next ``count`` positions, fewer if there are no more."""

@@ -246,10 +246,12 @@ class CancelGroup:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """These stretches (shard, lo, hi in epoch order) are this trainer's to consume, in this order."""
+    """These samples are this trainer's to consume, in this order: of the stretches (shard, lo, hi in epoch order) of a
+    braid, all of one length, the first sample of each, then the second of each, and so on; then the next braid.
+    """
 
     epoch: int
-    stretches: tuple[tuple[int, int, int], ...]
+    braids: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 @message

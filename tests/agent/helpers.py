@@ -15,7 +15,7 @@ from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.home import Home, MemoryFolder
 from p2p_dmc.agent.services import Services
 from p2p_dmc.agent.state import Held, SlotPool, file_digest, state_digest
-from p2p_dmc.agent.work import ProposalPayload, Strike, bitmap, encode_payload
+from p2p_dmc.agent.work import PlainBraid, ProposalPayload, Strike, bitmap, encode_payload
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.adacomm import TauPolicy, TauState, start
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
@@ -82,7 +82,7 @@ def payload(
     *,
     view_epoch: int = 0,
     epoch: int = 0,
-    claims: tuple[tuple[int, int, int], ...] = (),
+    claims: tuple[PlainBraid, ...] = (),
     reachable: Sequence[int] | None = None,
     speed: int = 0,
     strikes: tuple[Strike, ...] = (),

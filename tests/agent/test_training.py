@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ from p2p_dmc.agent.course import facts
 from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header
-from p2p_dmc.agent.work import Work
+from p2p_dmc.agent.work import PlainBraid, Work
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
+from p2p_dmc.core.braids import in_turn
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
@@ -154,7 +155,7 @@ class Member:
 
     def lease(self, samples: int) -> tuple[tuple[int, int, int], ...]:
         self.training.lease(samples)
-        return self.last(Lease).stretches
+        return flat(self.last(Lease).braids)
 
     def ready(self, samples: int, **given: Any) -> None:
         """Local steps done."""
@@ -210,6 +211,11 @@ def alone(root: Path, counts: tuple[int, ...] = (10, 10, 10, 10), epochs: int = 
     return Member(root, 1, view_of([payload(shards, len(counts))]), ledger(counts, epochs), **given)
 
 
+def flat(braids: Iterable[PlainBraid]) -> tuple[tuple[int, int, int], ...]:
+    """Their stretches."""
+    return tuple((shard, lo, hi) for braid in braids for shard, lo, hi in braid)
+
+
 def size(stretches: tuple[tuple[int, int, int], ...]) -> int:
     return sum(hi - lo for _, lo, hi in stretches)
 
@@ -248,9 +254,7 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     assert (line["round"], line["samples_round"], line["samples_total"], line["members"]) == (1, 10, 10, 2)
     assert line["loss"] == 1.2 and line["digest"] == held.anchor_digest.hex() and line["committed_round"] == 0
     assert line["comm_s"] == 0.007 and line["compute_s"] == 1.0 and line["bytes_sent"] == 28
-    assert {tuple(one) for one in line["counted"]} >= set(leased) and size(
-        tuple(map(tuple, line["counted"]))
-    ) == 10
+    assert set(flat(line["counted"])) >= set(leased) and size(flat(line["counted"])) == 10
     assert not set(m.lease(6)) & set(leased)  # and so on
     assert m.training.measured.speed == 6
 
@@ -310,9 +314,7 @@ def test_a_result_after_the_freeze_is_refused_and_changes_nothing(tmp_path: Path
     assert m.last(RoundRefused) == RoundRefused(view_epoch=1, round=1)
     assert (m.training.held, m.training.ledger, m.training.work.cursors) == before
     assert m.host.rounds == [] and m.host.keeper.current == m.held and balanced(m.host.keeper)
-    assert (
-        size(tuple((s.shard, s.lo, s.hi) for s in m.training.work.claims())) == 6
-    )  # claimed in the next view
+    assert len(list(in_turn(m.training.work.claims()))) == 6  # claimed in the next view
     assert m.training.in_flight is not None and m.training.in_flight.lineage == (1, 1)
 
 
@@ -572,14 +574,14 @@ def test_a_lease_waits_for_its_shard_but_not_for_ever(tmp_path: Path, clock: lis
     m = two(tmp_path)
     m.host.away = set(ALL)
     m.training.lease(6)
-    first = m.training.work.peek(1)[0].shard
-    assert m.host.trainer == [] and [shard for shard, _ in m.host.fetches] == [first]
+    first, second = (stretch.shard for stretch in m.training.work.peek(6)[0])
+    assert m.host.trainer == [] and [shard for shard, _ in m.host.fetches] == [first, second]
     clock[0] += SHARD_PATIENCE_S - 0.1
     m.training.serve_lease()
     assert m.host.trainer == []
     m.host.away.discard(first)
     m.host.fetches[0][1]()  # it has come
-    assert {shard for shard, _, _ in m.last(Lease).stretches} == {first}
+    assert {shard for shard, _, _ in flat(m.last(Lease).braids)} == {first}
     said = len(m.host.trainer)
     m.training.serve_lease()
     assert len(m.host.trainer) == said  # a lease is answered once
@@ -594,11 +596,22 @@ def test_a_lease_waits_for_its_shard_but_not_for_ever(tmp_path: Path, clock: lis
 
 def test_a_lease_ends_before_a_shard_that_is_not_here(tmp_path: Path, clock: list[float]) -> None:
     m = alone(tmp_path)
-    shards = [s.shard for s in m.training.work.peek(40)]
-    m.host.away = {shards[1]}
+    lanes = [s.shard for s in m.training.work.peek(40)[0]]
+    m.host.away = {lanes[2]}
     leased = m.lease(40)
-    assert size(leased) == 10 and {s for s, _, _ in leased} == {shards[0]}
-    assert [shard for shard, _ in m.host.fetches] == [shards[1]]
+    assert [(s, lo, hi) for s, lo, hi in leased] == [(lanes[0], 0, 1), (lanes[1], 0, 1)]
+    assert {shard for shard, _ in m.host.fetches} == {lanes[2]}
+
+
+def test_shards_of_the_leases_to_come_are_fetched_ahead(tmp_path: Path) -> None:
+    m = alone(tmp_path, (10,) * 9)
+    ninth = m.training.work.assignment.lists[0][-1][0].shard  # eight are consumed in turn
+    m.host.away = {ninth}
+    m.lease(10)
+    m.lease(10)
+    assert m.host.fetches == []  # the eight last for longer than that and four more
+    m.lease(20)
+    assert {shard for shard, _ in m.host.fetches} == {ninth}
 
 
 def test_odd_requests_are_bounded(tmp_path: Path) -> None:
@@ -671,7 +684,7 @@ def test_an_epoch_that_ends_gives_a_new_assignment_in_the_same_view(tmp_path: Pa
     m.reduced()
     assert m.last(RoundComplete).epoch == 1 and m.training.work.assignment.epoch == 1
     m.training.lease(100)
-    assert m.last(Lease).epoch == 1 and size(m.last(Lease).stretches) == 8
+    assert m.last(Lease).epoch == 1 and size(flat(m.last(Lease).braids)) == 8
 
 
 # -- several members to the end ---------------------------------------------------------------------------------------
@@ -704,7 +717,9 @@ def test_members_in_step_agree_on_everything_and_count_each_sample_once(tmp_path
             (r["round"], r["state"], r["counted"]) for r in first.host.rounds
         ]
     counted = [
-        (r["epoch"], Stretch(shard=s, lo=lo, hi=hi)) for r in first.host.rounds for s, lo, hi in r["counted"]
+        (r["epoch"], Stretch(shard=s, lo=lo, hi=hi))
+        for r in first.host.rounds
+        for s, lo, hi in flat(r["counted"])
     ]
     skipped = [
         (e, Stretch(shard=s, lo=lo, hi=hi)) for r in first.host.rounds for e, s, lo, hi in r["skipped"]
@@ -720,7 +735,7 @@ def _act(m: Member, rng: random.Random) -> None:
     elif not m.training.ledger.done and m.training.barrier.own is None:
         m.training.lease(rng.randint(1, 4))
         last = m.host.trainer[-1]
-        samples = size(last.stretches) if isinstance(last, Lease) else 0
+        samples = size(flat(last.braids)) if isinstance(last, Lease) else 0
         m.ready(samples, finite=not samples or rng.random() < 0.97, compute_us=rng.choice([0, 1000]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from p2p_dmc.agent.takeovers import Takeover, takeovers
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
     InFlight,
+    PlainBraid,
     ProposalPayload,
     Strike,
     Work,
@@ -25,12 +27,15 @@ from p2p_dmc.agent.work import (
     gave_up_claims,
     in_start,
     opening_ledger,
+    plain,
+    to_braids,
     to_stretches,
     unreachable,
     valid_claims,
 )
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.core.assignment import Assignment
+from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.trainer_messages import Local
@@ -52,8 +57,13 @@ def triples(stretches: tuple[Stretch, ...]) -> tuple[Plain, ...]:
     return tuple((s.shard, s.lo, s.hi) for s in stretches)
 
 
-def samples(stretches: tuple[Stretch, ...]) -> list[tuple[int, int]]:
-    return [(s.shard, p) for s in stretches for p in range(s.lo, s.hi)]
+def each(*stretches: Plain) -> tuple[PlainBraid, ...]:
+    """Braids of one stretch."""
+    return tuple((one,) for one in stretches)
+
+
+def samples(braids: Iterable[Braid]) -> list[tuple[int, int]]:
+    return list(in_turn(braids))
 
 
 # -- what a proposal carries ------------------------------------------------------------------------------------------
@@ -81,21 +91,22 @@ def test_stretches_that_do_not_exist_are_left_out() -> None:
     there = ((0, 0, 10), (3, 9, 10))
     nowhere = ((4, 0, 1), (-1, 0, 1), (0, -1, 3), (0, 3, 3), (0, 4, 3), (0, 0, 11))
     assert triples(to_stretches(there + nowhere, ledger())) == there
+    assert plain(to_braids([there, nowhere, nowhere[:1] + there[:1]], ledger())) == (there, there[:1])
 
 
 def test_claims_of_an_older_view_or_another_epoch_are_dead() -> None:
-    claim = ((0, 0, 4),)
+    claim = each((0, 0, 4))
     payloads = [
         payload(view_epoch=7, claims=claim),
         payload(view_epoch=6, claims=claim),
         payload(view_epoch=7, epoch=1, claims=claim),
-        payload(view_epoch=7, claims=((1, 0, 2),)),
+        payload(view_epoch=7, claims=each((1, 0, 2))),
     ]
-    assert list(map(triples, valid_claims(payloads, [True] * len(payloads), ledger()))) == [
+    assert list(map(plain, valid_claims(payloads, [True] * len(payloads), ledger()))) == [
         claim,
         (),
         (),
-        ((1, 0, 2),),
+        each((1, 0, 2)),
     ]
 
 
@@ -120,7 +131,7 @@ def situations(draw: st.DrawFn) -> tuple[Ledger, list[object]]:
         return tuple(picked)
 
     for one in to_stretches(some(3), begun):
-        if set(samples((one,))) <= set(samples(begun.remaining())) and begun.epoch == 0:
+        if set(samples(((one,),))) <= set(samples((s,) for s in begun.remaining())) and begun.epoch == 0:
             begun = begun.advance([one])
     shards = st.sets(st.integers(0, len(counts) - 1))
     payloads = [
@@ -129,7 +140,7 @@ def situations(draw: st.DrawFn) -> tuple[Ledger, list[object]]:
             len(counts),
             view_epoch=draw(st.integers(0, 1)),
             epoch=draw(st.integers(0, 1)),
-            claims=some(3),
+            claims=each(*some(3)),
             reachable=sorted(draw(shards)),
             speed=draw(st.integers(0, 50)),
         )
@@ -149,7 +160,7 @@ def test_every_member_computes_the_same_and_every_open_sample_is_one_members(
     works = [Work.for_view(view, i, begun, keep_leases=keep) for i in range(len(payloads))]
     assert len({w.assignment.digest() for w in works}) == 1
     assert len({w.lost for w in works}) == 1
-    handed = [sample for part in works[0].assignment.stretches for sample in samples(part)]
+    handed = [sample for part in works[0].assignment.lists for sample in samples(part)]
     assert len(handed) == len(set(handed))  # nobody's twice
     said = [decode_payload(p) for p in view.payloads]
     claimed = {s for claims in valid_claims(said, voting, begun) for s in samples(claims)}
@@ -157,7 +168,7 @@ def test_every_member_computes_the_same_and_every_open_sample_is_one_members(
     due = {(s.shard, p) for s in begun.remaining() for p in range(s.lo, s.hi)}
     assert set(handed) == {s for s in due if s[0] not in lost or s in claimed}
     for i, work in enumerate(works):
-        mine = samples(works[0].assignment.stretches[i])
+        mine = samples(works[0].assignment.lists[i])
         assert voting[i] or not mine
         if keep:  # leased is exactly the head of my list that I claimed
             assert set(mine[: work.leased]) <= set(samples(valid_claims(said, voting, begun)[i]))
@@ -168,7 +179,7 @@ def test_every_member_computes_the_same_and_every_open_sample_is_one_members(
 
 
 def test_the_next_epoch_needs_no_new_view() -> None:
-    view = view_of([payload(ALL, claims=((0, 0, 10),)), payload(ALL)])
+    view = view_of([payload(ALL, claims=each((0, 0, 10))), payload(ALL)])
     over = ledger().skip(ledger().remaining())
     assert over.epoch == 1
     works = [Work.for_epoch(view, i, over, [30, 10]) for i in (0, 1)]
@@ -180,13 +191,13 @@ def test_the_next_epoch_needs_no_new_view() -> None:
 # -- leases -----------------------------------------------------------------------------------------------------------
 
 
-def two_members(claims: tuple[Plain, ...] = ()) -> Work:
+def two_members(claims: tuple[PlainBraid, ...] = ()) -> Work:
     return Work.for_view(view_of([payload(ALL, claims=claims), payload(ALL)]), 0, ledger(), keep_leases=True)
 
 
 def test_leases_follow_the_list_and_end_with_it() -> None:
     work = two_members()
-    whole = samples(work.assignment.stretches[0])
+    whole = samples(work.assignment.lists[0])
     assert len(whole) == 20
     assert samples(work.peek(6)) == whole[:6] and work.leased == 0  # peeking takes nothing
     assert samples(work.lease(6)) == whole[:6] == samples(work.claims())
@@ -197,7 +208,7 @@ def test_leases_follow_the_list_and_end_with_it() -> None:
 
 def test_what_a_round_counted_is_claimed_no_more() -> None:
     work = two_members()
-    whole = samples(work.assignment.stretches[0])
+    whole = samples(work.assignment.lists[0])
     work.lease(8)
     assert samples(work.next_of(0, 5)) == whole[:5] and work.next_of(1, 0) == ()
     work.advance([5, 2])
@@ -225,12 +236,12 @@ def test_keep_counted_and_reset() -> None:
     """What becomes of 8 leased samples, 5 of them in a round that failed, was completed by others, or is void."""
     before = two_members()
     before.lease(8)
-    claims = triples(before.claims())
+    claims = plain(before.claims())
     view = view_of([payload(ALL, view_epoch=1, claims=claims), payload(ALL, view_epoch=1)], view_epoch=2)
     kept = Work.for_view(view, 0, ledger(), keep_leases=True)  # KEEP: nothing was counted
     assert kept.leased == 8 and samples(kept.claims()) == samples(before.claims())
     assert not set(samples(kept.lease(100))) & set(samples(before.claims()))
-    counted = ledger().advance(before.next_of(0, 5))  # COUNTED: the start state has my five
+    counted = ledger().advance(unordered(before.next_of(0, 5)))  # COUNTED: the start state has my five
     work = Work.for_view(view, 0, counted, keep_leases=True)
     assert work.leased == 3 and samples(work.claims()) == samples(before.claims())[5:]
     reset = Work.for_view(view, 0, ledger(), keep_leases=False)  # RESET: to be consumed again, and mine first
@@ -241,7 +252,7 @@ def test_claims_survive_several_views_without_a_round() -> None:
     work = two_members()
     work.lease(7)
     for epoch in range(2, 5):
-        mine = payload(ALL, view_epoch=epoch - 1, claims=triples(work.claims()))
+        mine = payload(ALL, view_epoch=epoch - 1, claims=plain(work.claims()))
         view = view_of([mine, payload(ALL, view_epoch=epoch - 1)], view_epoch=epoch)
         claimed = samples(work.claims())
         work = Work.for_view(view, 0, ledger(), keep_leases=True)
@@ -287,7 +298,7 @@ def test_local_mode(honoured: bool, base: StateRef | None, counted: bool, mode: 
 def test_a_header_is_in_the_start_if_its_samples_are(
     lineage: tuple[int, int], samples: int, settled: list[Plain], counted: bool
 ) -> None:
-    mine = payload(claims=((0, 0, 2), (1, 5, 8)))
+    mine = payload(claims=each((0, 0, 2), (1, 5, 8)))
     start = ledger().advance([stretch(*one) for one in settled])
     assert in_start(InFlight(lineage, samples), START, mine, start) is counted
     assert not in_start(None, START, mine, start)
@@ -317,7 +328,7 @@ def test_a_death_that_the_ledger_knows_does_not_count_again_when_its_victim_is_b
 
 def test_claims_of_an_epoch_that_skipping_ends_are_given_up() -> None:
     begun = ledger((4,)).advance([stretch(0, 0, 2)])
-    mine = payload((0,), 1, claims=((0, 2, 4),), strikes=(strike((0, 2, 4)), strike((0, 2, 4), death=2)))
+    mine = payload((0,), 1, claims=each((0, 2, 4)), strikes=(strike((0, 2, 4)), strike((0, 2, 4), death=2)))
     opened = opening_ledger([mine], begun, skip_lost=False)
     assert opened.epoch == 1
     assert gave_up_claims(mine, opened) and not gave_up_claims(mine, begun)
@@ -356,7 +367,7 @@ def test_strikes_after_the_last_epoch_say_nothing() -> None:
     """A trainer that dies between the last round and the end of the run has counted samples in hand."""
     done = ledger((4,), 1).advance([stretch(0, 0, 4)])
     assert done.done
-    payloads = [payload((0,), 1, epoch=1, claims=((0, 0, 4),), strikes=(strike((0, 0, 4), epoch=1),))]
+    payloads = [payload((0,), 1, epoch=1, claims=each((0, 0, 4)), strikes=(strike((0, 0, 4), epoch=1),))]
     assert opening_ledger(payloads, done, skip_lost=True) == done
     work = Work.for_view(view_of(payloads), 0, done, keep_leases=True)
     assert work.leased == 0 and work.lease(5) == ()
@@ -376,7 +387,7 @@ def test_lost_shards_wait_outside_the_assignment() -> None:
     view = view_of([payload((0, 1), reachable=(0, 1)), payload((3,), reachable=(0, 1, 3))])
     work = Work.for_view(view, 0, ledger(), keep_leases=False)
     assert work.lost == {2}
-    assert {s.shard for part in work.assignment.stretches for s in part} == {0, 1, 3}
+    assert {shard for part in work.assignment.lists for shard, _ in samples(part)} == {0, 1, 3}
 
 
 @settings(max_examples=60, deadline=None)
@@ -402,8 +413,8 @@ def test_opening_is_the_same_whatever_the_order_of_members_and_strikes(rng: rand
 
 
 def work_of(*parts: tuple[Plain, ...], epoch: int = 0) -> Work:
-    stretches = tuple(tuple(stretch(*one) for one in part) for part in parts)
-    return Work(Assignment(epoch=epoch, stretches=stretches), 0, 0)
+    lists = tuple(tuple((stretch(*one),) for one in part) for part in parts)
+    return Work(Assignment(epoch=epoch, lists=lists), 0, 0)
 
 
 def test_the_gone_members_rest_and_who_has_it_now() -> None:
@@ -427,7 +438,14 @@ def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said(
     )
     check_payload(encode_payload(good), 8)
     check_payload(encode_payload(good), None)
-    for bad in (replace(good, speed=-1), replace(good, holdings=b""), replace(good, reachable=b"\xff\xff")):
+    uneven = (((0, 0, 2), (1, 0, 3)),)
+    for bad in (
+        replace(good, speed=-1),
+        replace(good, holdings=b""),
+        replace(good, reachable=b"\xff\xff"),
+        replace(good, claims=uneven),
+        replace(good, claims=((),)),
+    ):
         with pytest.raises(RemoteProtocolError):
             check_payload(encode_payload(bad), 8)
     with pytest.raises(RemoteProtocolError):

@@ -157,7 +157,7 @@ class TestReplay:
 
 class TestAssignment:
     def test_a_cursor_begins_at_nothing(self) -> None:
-        plan = Assignment(epoch=0, stretches=((stretch(0, 0, 5),),))
+        plan = Assignment(epoch=0, lists=(((stretch(0, 0, 5),),),))
         for lo, hi in ((-1, 1), (2, 1)):
             with pytest.raises(ValueError, match="a cursor moves forward"):
                 plan.consumed(0, lo, hi)

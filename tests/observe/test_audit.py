@@ -33,7 +33,7 @@ def round_line(
         "epoch": epoch,
         "samples_round": sum(hi - lo for _, lo, hi in counted),
         "samples_total": total,
-        "counted": [list(c) for c in counted],
+        "counted": [[list(c)] for c in counted],
     }
 
 
@@ -186,7 +186,7 @@ def change_view(peer: str, **fields: Any) -> Callable[[Journals], None]:
         (change("c", 0, digest="dd"), "view 1 round 1: digest is 0101 on a, dd on c"),
         (change("a", 1, state="x"), "view 1 round 2: state is x on a, s12 on b"),
         (change("b", 4, tau=3), "view 2 round 5: tau is 2 on a, 3 on b"),
-        (change("b", 4, counted=[[1, 0, 1]]), "view 2 round 5: counted is"),
+        (change("b", 4, counted=[[[1, 0, 1]]]), "view 2 round 5: counted is"),
         (change_view("b", members=["a"]), "view 2: members is ['a', 'b'] on a, ['a'] on b"),
     ],
 )
@@ -203,12 +203,12 @@ def test_a_difference_between_peers_is_found(
 @pytest.mark.parametrize(
     ("doctor", "said"),
     [
-        (change_all(4, counted=[[1, 0, 1]]), "epoch 1, shard 1, positions 1 to 1: never counted"),
+        (change_all(4, counted=[[[1, 0, 1]]]), "epoch 1, shard 1, positions 1 to 1: never counted"),
         (
-            change_all(2, counted=[[0, 2, 4], [1, 1, 2]]),
+            change_all(2, counted=[[[0, 2, 4]], [[1, 1, 2]]]),
             "epoch 0, shard 0, positions 2 to 2: counted 2 times",
         ),
-        (change_all(3, counted=[[0, 0, 5]]), "epoch 1, shard 0, positions 4 to 4: does not exist"),
+        (change_all(3, counted=[[[0, 0, 5]]]), "epoch 1, shard 0, positions 4 to 4: does not exist"),
         (cut(3), "view 2 round 4 is in history, but in no journal"),
         (
             change_all(4, samples_total=11),

@@ -6,6 +6,7 @@ decisions are the product's: assignment, leases and claims are `agent/work.py`, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,10 +22,12 @@ from p2p_dmc.agent.work import (
     gave_up_claims,
     in_start,
     opening_ledger,
+    plain,
 )
 from p2p_dmc.core.adacomm import RoundFacts
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, Verdict, View
+from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.wire.trainer_messages import Local
 from tests.sim.collective import Collective
@@ -96,7 +99,12 @@ class Trainer:
         return sum(map(len, self.local))
 
 
-def joined(pieces: list[Stretch] | tuple[Stretch, ...]) -> Pieces:
+def pieces(braids: Iterable[Braid]) -> Pieces:
+    """The same samples in the same order, in as few stretches as possible."""
+    return joined(Stretch(shard=shard, lo=at, hi=at + 1) for shard, at in in_turn(braids))
+
+
+def joined(pieces: Iterable[Stretch]) -> Pieces:
     """The same samples in the same order, in as few stretches as possible."""
     found: list[Stretch] = []
     for piece in pieces:
@@ -159,7 +167,7 @@ class Host:
         self.committed: Model | None = None
         self.stood_in = 0
         self.in_flight: InFlight | None = None
-        self.carried: Pieces = ()
+        self.carried: tuple[Braid, ...] = ()
         self.strikes: list[Strike] = []
         self.counted_keys: tuple[tuple[str, int, int], ...] = ()
         self.in_ledger: set[tuple[str, int, int]] = set()
@@ -221,7 +229,7 @@ class Host:
 
     # -- what a proposal says --------------------------------------------------------------------
 
-    def claims(self) -> Pieces:
+    def claims(self) -> tuple[Braid, ...]:
         if self.work is not None:
             return self.work.claims()
         return self.carried if self.stood_in else ()
@@ -232,7 +240,7 @@ class Host:
             ProposalPayload(
                 view_epoch=self.stood_in,
                 epoch=ledger.epoch,
-                claims=tuple((s.shard, s.lo, s.hi) for s in self.claims()),
+                claims=plain(self.claims()),
                 holdings=bitmap(self.holdings, self.shards),
                 reachable=bitmap(reachable, self.shards),
                 speed=self.speed,
@@ -289,7 +297,7 @@ class Host:
         trainer.entered(mode)
         require(
             5,
-            joined(work.claims()) == joined((*trainer.local, *trainer.queue)),
+            pieces(work.claims()) == joined((*trainer.local, *trainer.queue)),
             "{} claims {} in view {}, but its trainer has {} in its parameters and {} in hand",
             self.peer_id,
             work.claims(),
@@ -344,7 +352,7 @@ class Host:
             return
         lacking = samples + prefetch - sum(map(len, trainer.queue))
         if lacking > 0:
-            trainer.queue += work.lease(lacking)
+            trainer.queue += pieces(work.lease(lacking))
         trainer.consume(samples)
 
     def barrier(self) -> tuple[Header, ...] | None:
@@ -359,7 +367,7 @@ class Host:
         view, work, ledger, headers = self.view, self.work, self.ledger, self.barrier()
         assert view is not None and work is not None and ledger is not None and headers is not None
         weights = [header.samples if header.finite else 0 for header in headers]
-        counted = tuple(work.next_of(i, weight) for i, weight in enumerate(weights))
+        counted = tuple(pieces(work.next_of(i, weight)) for i, weight in enumerate(weights))
         contributions: tuple[Pieces, ...] = ((),) * len(weights)
         if collective is not None:
             contributions = tuple(joined(collective.contributions[voter]) for voter in view.voters)
@@ -367,7 +375,7 @@ class Host:
         for i, said in enumerate(contributions):
             require(
                 12,
-                said == joined(counted[i]),
+                said == counted[i],
                 "round {} counts {} of {}, but its delta is made of {}",
                 (view.view_epoch, self.round),
                 counted[i],
@@ -380,7 +388,7 @@ class Host:
             require(12, False, "round {}: {}", (view.view_epoch, self.round), error)
             raise
         for i, header in enumerate(headers):
-            for stretch in () if header.finite else work.next_of(i, header.samples):
+            for stretch in () if header.finite else unordered(work.next_of(i, header.samples)):
                 after = after.strike(stretch) if after.epoch == ledger.epoch else after
         return after_round(
             self.held,
@@ -436,7 +444,7 @@ class Host:
                     view_epoch=self.stood_in,
                     death=self.deaths,
                     epoch=ledger.epoch,
-                    stretches=tuple((s.shard, s.lo, s.hi) for s in claims),
+                    stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(claims)),
                 )
             )
         self.trainer = None

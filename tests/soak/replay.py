@@ -65,7 +65,12 @@ def replay(rounds: Sequence[dict[str, Any]], read: Read) -> Replay:
 
 def parts_of(line: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """Per member the samples that the round counted of it, in its order: (shard, position)."""
-    counted = [(shard, at) for shard, lo, hi in line["counted"] for at in range(lo, hi)]
+    counted = [
+        (shard, lo + row)
+        for braid in line["counted"]
+        for row in range(braid[0][2] - braid[0][1])
+        for shard, lo, _ in braid
+    ]
     ends = [sum(line["weights"][: i + 1]) for i in range(len(line["weights"]))]
     assert not ends or ends[-1] == len(counted), f"weights {line['weights']} of {len(counted)} samples"
     return [counted[end - weight : end] for weight, end in zip(line["weights"], ends, strict=True)]

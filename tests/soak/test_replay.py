@@ -27,7 +27,7 @@ def trained(rounds: int, members: int, seed: int) -> list[dict[str, Any]]:
     anchor, lines = model.initial().reshape(-1), []
     for number in range(1, rounds + 1):
         weights = [rng.randrange(4) for _ in range(members)]
-        counted = [[rng.randrange(SHARDS), at, at + 1] for at in range(sum(weights))]
+        counted = [[[rng.randrange(SHARDS), at, at + 1]] for at in range(sum(weights))]
         line: dict[str, Any] = {"view_epoch": 1, "round": number, "epoch": 0}
         line |= {"weights": weights, "counted": counted}
         deltas = []
@@ -71,7 +71,7 @@ def test_it_sees_what_is_wrong(what: str) -> None:
     lines = trained(6, 3, seed=7)
     line = next(line for line in lines[2:] if all(line["weights"]) and max(line["weights"]) > 1)
     if what == "sample":
-        line["counted"][0] = [SHARDS, 0, 1]
+        line["counted"][0] = [[SHARDS, 0, 1]]
     elif what == "weight":
         line["weights"][0] += 1
         line["weights"][1] -= 1

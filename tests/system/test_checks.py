@@ -55,14 +55,20 @@ def view(view_epoch: int, start: list[int]) -> dict[str, Any]:
 
 
 def assignment(view_epoch: int, epoch: int) -> dict[str, Any]:
-    facts = {"epoch": epoch, "skipped": 0, "assignment": [[[0, 0, 8]], [[0, 8, 16]]]}
+    facts = {"epoch": epoch, "skipped": 0, "assignment": [[[[0, 0, 8]]], [[[0, 8, 16]]]]}
     return {"event": "assignment", "run": RUN, "time": 0.6, "view_epoch": view_epoch, **facts}
 
 
 def round_line(view_epoch: int, number: int, epoch: int, counted: list[list[int]]) -> dict[str, Any]:
     line = {"run": RUN, "time": float(number), "view_epoch": view_epoch, "round": number, "epoch": epoch}
     same = {"tau": 4, "loss": 1.0, "samples_round": 4, "samples_total": 4 * number}
-    return {**line, **same, "digest": f"d{number}", "state": f"s{number}", "counted": counted}
+    return {
+        **line,
+        **same,
+        "digest": f"d{number}",
+        "state": f"s{number}",
+        "counted": [[one] for one in counted],
+    }
 
 
 def write(home: Path, events: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:

@@ -191,7 +191,7 @@ class ScriptedAgent:
 
     def lease(self, *stretches: Stretch, epoch: int = 0) -> tm.LeaseRequest:
         request = self.expect(tm.LeaseRequest)
-        self.send(tm.Lease(epoch=epoch, stretches=stretches))
+        self.send(tm.Lease(epoch=epoch, braids=tuple((one,) for one in stretches)))
         return request
 
     def end(self, epoch: int = 0, finished: bool = False) -> None:
@@ -237,7 +237,7 @@ class ScriptedAgent:
             while left:
                 message = self.receive()
                 if isinstance(message, tm.LeaseRequest) and stretches:
-                    self.send(tm.Lease(epoch=epoch, stretches=(stretches.pop(0),)))
+                    self.send(tm.Lease(epoch=epoch, braids=((stretches.pop(0),),)))
                 elif isinstance(message, tm.LeaseRequest):
                     self.send(tm.LeaseEnd(epoch=epoch, finished=False))
                 else:

@@ -172,6 +172,23 @@ def test_a_joiner_learns_before_it_takes_a_batch(agent: ScriptedAgent, group: Gr
     assert seen == [3.0]
 
 
+def test_what_a_learner_has_kept_is_unmapped_once_it_trains(agent: ScriptedAgent, group: Group) -> None:
+    """Its agent gives the memory back, which is the machine's again only then."""
+
+    def script(agent: ScriptedAgent) -> None:
+        start(agent)
+        slots = [order(agent, divisor) for divisor in (2, 1)]
+        for _ in slots:
+            agent.expect(tm.RoundResult)
+        assert all(slot in Path("/proc/self/maps").read_text() for slot in slots)
+        agent.view([4.0], tm.Local.RESET)
+        agent.expect(tm.RoundReady)
+        assert not any(slot in Path("/proc/self/maps").read_text() for slot in slots)
+        agent.finish([7.0])
+
+    run(agent, script, Script(agent))
+
+
 def test_what_a_learner_has_itself_never_enters_a_reduction(agent: ScriptedAgent, group: Group) -> None:
     """Zeros, and not zero times a delta: this trainer's own parameters are NaN."""
 
@@ -236,7 +253,7 @@ def test_one_that_waits_for_samples_is_parked_and_begins_with_a_round(
         agent.expect(tm.LeaseRequest)
         reduce(agent, 3)
         agent.view([8.0], tm.Local.RESET)
-        agent.send(tm.Lease(epoch=0, stretches=((0, 0, 2),)))  # the answer to what it asked before
+        agent.send(tm.Lease(epoch=0, braids=(((0, 0, 2),),)))  # the answer to what it asked before
         assert agent.expect(tm.RoundReady).samples == 0
         agent.reduce(weight=0, divisor=3)
         agent.complete(tau=1)
