@@ -83,6 +83,7 @@ class Requests:
             "role": "train" if trains else "store",
             "state": record.state.name,
             "domain": meta.domain if meta is not None else "",
+            "weight": meta.weight if meta is not None else 0,
             "boot": record.boot,
             "incarnation": record.incarnation,
         }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.client import NoAnswerError, ask
 from p2p_dmc.agent.home import Home
+from p2p_dmc.agent.rehearsal import known_peers, say_plan
 from p2p_dmc.agent.terminal import (
     is_loopback,
     locked,
@@ -90,26 +91,39 @@ def _shard(
     store = Store(home.store_root, options["capacity"], keep_staging=True)
     before = store.datasets()
     manifests = []
-    with store.spool_folder() as folder, Spool(folder) as spool:
+    with store.spool_folder() as folder, Spool(folder, store.free_bytes) as spool:
         plans = _look(path, options, spool, console)
         for plan in plans:
             _refuse_other_shape(store, plan)
         for plan in plans:
-            shards = plural(len(plan.shards), "shard")
-
-            def resumed(count: int, shards: str = shards) -> None:
-                console.say(f"going on with what was interrupted: {count} of {shards} are there")
-
-            try:
-                with console.progress(f"writing {shards}") as progress:
-                    manifests.append(plan.write(store, options["replicas"], progress, resumed))
-            except KeyboardInterrupt:
-                console.say("interrupted; the same command goes on after the last whole shard")
-                raise
+            manifests.append(_write(plan, store, options["replicas"], console))
     return manifests, [one for one in manifests if one.digest not in before]
 
 
-def _look(path: Path, options: dict[str, Any], spool: Spool | None, console: Console) -> list[Plan]:
+def _write(plan: Plan, store: Store, replicas: int, console: Console) -> Manifest:
+    """Write a planned data set; after an interrupt say what the same command will find."""
+    shards, whole = plural(len(plan.shards), "shard"), 0
+
+    def resumed(count: int) -> None:
+        console.say(f"going on with what was interrupted: {count} of {shards} are there")
+
+    def written(count: int) -> None:
+        nonlocal whole
+        whole = count
+
+    try:
+        with console.progress(f"writing {shards}") as progress:
+            return plan.write(store, replicas, progress, resumed, written)
+    except KeyboardInterrupt:
+        console.say(
+            f"interrupted; the same command goes on after {whole} of {shards}"
+            if whole
+            else "interrupted before a shard was whole; the same command begins anew"
+        )
+        raise
+
+
+def _look(path: Path, options: dict[str, Any], spool: Spool, console: Console) -> list[Plan]:
     """Say what was found, and plan it."""
     from p2p_dmc.data.formats import scan
     from p2p_dmc.data.seeding import plan_data_sets
@@ -129,24 +143,18 @@ def _look(path: Path, options: dict[str, Any], spool: Spool | None, console: Con
 
 def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
     """Say what was found and what would be made of it. Nothing is written."""
-    with Console(as_json) as console:
-        for plan in _look(path, options, None, console):
-            sizes = plan.shard_sizes()
-            console.fact(
-                "dry_run",
-                name=plan.name,
-                recognised=plan.scan.kind,
-                mode=plan.mode,
-                samples=plan.sample_count,
-                fields=list(plan.scan.extensions),
-                shards=len(sizes),
-                shard_bytes=sizes,
-                replicas=options["replicas"],
-            )
+    from p2p_dmc.data.readers.base import Spool
+
+    home = Home(options["home"])
+    with Console(as_json) as console, Spool(None) as spool:
+        plans = _look(path, options, spool, console)
+        peers = known_peers(home, parse_seeds(options["seed"]), options)
+        for plan in plans:
+            say_plan(plan, options["replicas"], peers, console)
+        if spool.size_bytes:
             console.say(
-                f"data set {plan.name!r} would be {plural(plan.sample_count, 'sample')} in "
-                f"{plural(len(sizes), 'shard')} of at most {format_size(max(sizes))}, "
-                f"{format_size(sum(sizes))} in all, {plural(options['replicas'], 'replica')} wanted"
+                f"it has to be converted, which takes {format_size(spool.size_bytes)} more in {home.root} until all "
+                "shards are written"
             )
         console.say("nothing was written")
     return 0

@@ -56,13 +56,17 @@ _ABOUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How files are recognised and read. ``alone``: only as the path given, since in folders such are fields."""
+    """How files are recognised and read. ``alone``: only as the path given, since in folders such are fields.
+
+    ``converts``: samples are not ranges of the files as they are; those of compressed files never are.
+    """
 
     name: str
     endings: tuple[str, ...]
     reader: Callable[[], Reader]
     compressions: tuple[str, ...] = ()
     alone: bool = False
+    converts: bool = False
 
     def fits(self, name: str) -> bool:
         """By the name of a file, in lower case."""
@@ -70,17 +74,22 @@ class Format:
             name = name.removesuffix(compression)
         return name.endswith(self.endings)
 
+    def converted_bytes(self, entries: Sequence[Entry]) -> int:
+        """The size of the files that have to be converted or decompressed."""
+        packed = (*COMPRESSIONS, ".tgz")
+        return sum(one.size for one in entries if self.converts or one.name.lower().endswith(packed))
+
 
 FORMATS = (
     Format("WebDataset", (".tar", ".tgz"), tars.TarReader, COMPRESSIONS),
     Format("JSONL", (".jsonl", ".ndjson"), lambda: lines.read_jsonl, COMPRESSIONS),
-    Format("CSV", (".csv", ".tsv"), lambda: lines.read_csv, COMPRESSIONS),
-    Format("Parquet", (".parquet",), lambda: arrow.read_parquet),
+    Format("CSV", (".csv", ".tsv"), lambda: lines.read_csv, COMPRESSIONS, converts=True),
+    Format("Parquet", (".parquet",), lambda: arrow.read_parquet, converts=True),
     Format("NumPy array", (".npy",), lambda: arrays.read_npy, alone=True),
-    Format("NumPy arrays", (".npz",), lambda: arrays.read_npz, alone=True),
+    Format("NumPy arrays", (".npz",), lambda: arrays.read_npz, alone=True, converts=True),
 )
 TOKENS = Format("tokens", (".bin",), lambda: arrays.read_tokens)
-SAVED = Format("Hugging Face save_to_disk", (".arrow",), lambda: arrow.read_saved)
+SAVED = Format("Hugging Face save_to_disk", (".arrow",), lambda: arrow.read_saved, converts=True)
 
 
 def scan(
@@ -171,7 +180,7 @@ def _marked_folder(root: Path) -> tuple[Format, Reader, list[Entry]] | None:
     if mds.is_mds(root):
         entries, said = mds.mds_files(root)
         reader = mds.MdsReader(said)
-        return Format("MDS", (".mds",), lambda: reader), reader, entries
+        return Format("MDS", (".mds",), lambda: reader, converts=True), reader, entries
     return None
 
 
@@ -190,6 +199,7 @@ def _scan_records(
             progress(done, total)
 
     given.on_bytes = on_bytes
+    given.spool.need(str(path), form.converted_bytes(given.entries))
     samples = Samples.of(reader(given), depth, given.spool.folder)
     if not samples:
         raise UserError(
@@ -210,6 +220,7 @@ def _scan_records(
         stamps=stamps,
         identity=_identity(given.root, given.entries),
         tars=_whole_tars(reader, samples, given.spool.folder),
+        converted_bytes=given.spool.size_bytes,
         folder=given.spool.folder,
     )
 

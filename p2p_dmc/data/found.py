@@ -358,6 +358,8 @@ class Scan:
     """Digest of all files' names, sizes and times: another one, another input."""
     tars: tuple[WholeTar, ...] = ()
     """When all of the input can be taken as it is."""
+    converted_bytes: int = 0
+    """What had to be converted or decompressed, which lies beside the store until the shards are written."""
     folder: Path | None = None
     """Where what is too large for memory goes, in files without a name; None is the system's."""
 

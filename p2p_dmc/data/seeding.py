@@ -47,6 +47,7 @@ class Plan:
         replicas: int,
         progress: Progress | None = None,
         on_resumed: Callable[[int], None] = lambda _: None,
+        on_whole: Callable[[int], None] = lambda _: None,
     ) -> Manifest:
         """See `write_shards`. ``on_resumed`` is told how many shards an interrupted process has left."""
         return write_shards(
@@ -59,6 +60,7 @@ class Plan:
             seed=SEED,
             progress=progress,
             on_resumed=on_resumed,
+            on_whole=on_whole,
         )
 
 

@@ -93,14 +93,14 @@ def write_shards(
     seed: int,
     progress: Progress | None = None,
     on_resumed: Callable[[int], None] = lambda _: None,
-    on_written: Callable[[int], None] = lambda _: None,
+    on_whole: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Write the planned shards into the store, which holds them all afterwards, and return their manifest.
 
     Deterministic: the same files, plan and settings give the same digests. Nothing of it is visible in the
     store before all is written; when the process is killed or interrupted, the next one with the same plan of
     the same input goes on after the last whole shard (a store that is opened with ``keep_staging``).
-    ``on_written`` is told how many shards are whole. Raises UserError (a file that changed or vanished, a name
+    ``on_whole`` is told how many shards are whole. Raises UserError (a file that changed or vanished, a name
     taken by another data set), StoreFull.
     """
     try:
@@ -122,8 +122,9 @@ def write_shards(
         if digests:
             on_resumed(len(digests))
         for shard in shards[len(digests) :]:
-            on_written(len(digests))
+            on_whole(len(digests))
             digests.append(_write_shard(shard, staging, sources, on_bytes))
+        on_whole(len(digests))
         sources.check()
         manifest = _manifest(name, mode, replicas, seed, scan, shards, digests)
         (staging / JOURNAL_NAME).unlink()

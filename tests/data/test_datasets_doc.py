@@ -33,6 +33,7 @@ def test_options() -> None:
 def test_the_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     photos = tmp_path / "photos"
     for name in ("cat/1.jpg", "cat/2.jpg", "dog/1.jpg", "dog/2.jpg"):
         (photos / name).parent.mkdir(parents=True, exist_ok=True)

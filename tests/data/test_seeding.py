@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +16,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from p2p_dmc.agent import seed_command
 from p2p_dmc.cli import main
 from p2p_dmc.data import writing
 from p2p_dmc.data.formats import scan
 from p2p_dmc.data.found import Samples
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.readers import base
 from p2p_dmc.data.readers.base import Spool
 from p2p_dmc.data.seeding import Plan, plan_data_sets, split
 from p2p_dmc.data.sharding import plan_shards, settle_mode
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import UserError
+from p2p_dmc.observe.console import Console
 from tests.data.helpers import content, make_tree, read_back, small_tree, take
 
 # -- ImageFolder --------------------------------------------------------------------------------------------------
@@ -180,9 +186,11 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, capfdbi
         said[0].startswith(f"{path}: JSONL, 500 samples with fields json, ")
         and said[-1] == "nothing was written"
     )
-    assert said[1].startswith("data set 'texts' would be ") and said[2].startswith(
-        "data set 'texts-val' would be "
+    assert [line for line in said if line.startswith("data set ")] == [said[1], said[3]]
+    assert said[1].startswith("data set 'texts' would be ") and said[3].startswith(
+        "data set 'texts-val' would"
     )
+    assert said[-2].startswith("it has to be converted, which takes 4.8 KiB more in ")
 
 
 def test_sizes_of_a_dry_run_are_those_that_are_written(tmp_path: Path) -> None:
@@ -311,6 +319,95 @@ def test_room_for_the_rest_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyP
     there = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.tar"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=total - there))
     assert resumed(small_plan(tree), seeder(tmp_path / "store"))[1] == [3]
+
+
+def test_killed_between_a_shards_rename_and_its_line_in_the_journal(tmp_path: Path) -> None:
+    """The shard has its name and nobody knows of it: it is written again, and is there once."""
+    tree = small_tree(tmp_path / "tree")
+    whole = small_plan(tree).write(Store(tmp_path / "whole"), 1)
+    child = f"""
+import os, signal
+from pathlib import Path
+from p2p_dmc.data import writing
+from p2p_dmc.data.store import Store
+from tests.data.test_seeding import small_plan
+real, calls = os.replace, []
+def replace(source, target):
+    real(source, target)
+    calls.append(target)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+writing.os.replace = replace
+small_plan(Path({str(tree)!r})).write(Store(Path({str(tmp_path / "store")!r}), keep_staging=True), 1)
+"""
+    done = subprocess.run([sys.executable, "-c", child], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    [staging] = (tmp_path / "store").glob("staging-*")
+    assert len(list(staging.rglob("*.tar"))) == 3
+    assert len((staging / "written").read_text().splitlines()) == 2
+    manifest, told = resumed(small_plan(tree), seeder(tmp_path / "store"))
+    assert told == [2] and manifest == whole
+    there = sorted(path.name for path in (tmp_path / "store").rglob("*.tar"))
+    assert there == sorted(f"{digest.hex()}.tar" for digest in whole.shard_digests)
+    assert read_back(Store(tmp_path / "store"), manifest) == read_back(Store(tmp_path / "whole"), whole)
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+def test_an_interrupt_says_what_the_same_command_will_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], whole: int
+) -> None:
+    plan, store = small_plan(small_tree(tmp_path / "tree")), seeder(tmp_path / "store")
+    real, calls = writing.os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > whole:
+            raise KeyboardInterrupt
+        real(descriptor)
+
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    with Console(as_json=False) as console, pytest.raises(KeyboardInterrupt):
+        seed_command._write(plan, store, 1, console)
+    said = {
+        0: "interrupted before a shard was whole; the same command begins anew",
+        2: f"interrupted; the same command goes on after 2 of {len(plan.shards)} shards",
+    }
+    assert capfd.readouterr().err.splitlines() == [said[whole]]
+
+
+# -- room for what is converted ------------------------------------------------------------------------------------
+
+
+def test_what_has_to_be_converted_asks_for_room_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("x,y\n" + "1,2\n" * 3000)
+    for free, enough in ((2 * path.stat().st_size - 1, False), (1 << 30, True)):
+        store = Store(tmp_path / "store")
+        with store.spool_folder() as folder, Spool(folder, lambda free=free: free) as spool:  # type: ignore[misc]
+            if enough:
+                assert len(scan(path, spool=spool).samples) == 3000
+            else:
+                said = r"table\.csv': has to be .*23\.4 KiB or more, .* are free.*--home"
+                with pytest.raises(StoreFull, match=said):
+                    scan(path, spool=spool)
+                assert spool.size_bytes == 0 and list(folder.iterdir()) == []
+        assert list((tmp_path / "store").iterdir()) == []
+    plain = tmp_path / "x.jsonl"
+    plain.write_text('{"x": 1}\n')
+    assert len(scan(plain, spool=Spool(tmp_path, lambda: 0)).samples) == 1  # nothing is converted
+
+
+def test_converting_ends_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compressed data come to is not known before."""
+    monkeypatch.setattr(base, "_ASK_EVERY_BYTES", 1000)
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"x": "%s"}\n' % (b"y" * 80) * 1000))
+    store = Store(tmp_path / "store")
+    with store.spool_folder() as folder, Spool(folder, lambda: 20_000) as spool:
+        with pytest.raises(StoreFull, match=r"are converted.*as much again and 19\.5 KiB are free.*--home"):
+            scan(path, spool=spool)
+        assert 20_000 <= spool.size_bytes < 22_000
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 # -- the odd ------------------------------------------------------------------------------------------------------

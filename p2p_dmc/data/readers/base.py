@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, Literal, cast
 
-from p2p_dmc.data.disk import PIECE_BYTES, disk_errors
+from p2p_dmc.config import format_size
+from p2p_dmc.data.disk import PIECE_BYTES, StoreFull, disk_errors
 from p2p_dmc.data.found import FileField, Skipped
 from p2p_dmc.data.sources import read_errors
 from p2p_dmc.data.walk import Entry
@@ -36,6 +37,8 @@ StemRule = Literal["last-dot", "first-dot"]
 MAX_RECORD_BYTES = 1 << 30
 """A line or a converted value that is longer is taken for a file of another format."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_ASK_EVERY_BYTES = 32 << 20
+"""So often converting asks how much room is left."""
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
 
 
@@ -71,10 +74,16 @@ def malformed(path: str, what: str) -> Iterator[None]:
 
 
 class Spool:
-    """Where converted fields are kept until they are in shards. Without a folder they are only measured."""
+    """Where converted fields are kept until they are in shards. Without a folder they are only measured.
 
-    def __init__(self, folder: Path | None) -> None:
+    ``free_bytes``: how much room there is. What is kept needs as much again for the shards, so it ends with StoreFull
+    when the room left is less than what is kept, and not when the disk is full.
+    """
+
+    def __init__(self, folder: Path | None, free_bytes: Callable[[], int] = lambda: 1 << 62) -> None:
         self.folder = folder
+        self._free_bytes = free_bytes
+        self._asked_at = 0
         self.path = "" if folder is None else str(folder / "spool")
         self._file: BinaryIO | None = None
         self._end = 0
@@ -95,7 +104,29 @@ class Spool:
                 self._write(piece)
         return FileField(extension, self.path, len(head) + self._end - start, start, head)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all that was converted."""
+        return self._end
+
+    def need(self, path: str, size_bytes: int) -> None:
+        """Raise StoreFull unless ``path`` can be converted to so many bytes and cut into shards."""
+        free = self._free_bytes()
+        if self.path and free < 2 * size_bytes:
+            raise StoreFull(
+                f"{path!r}: has to be converted, which takes its size twice until the shards are written: "
+                f"{format_size(2 * size_bytes)} or more, and {format_size(free)} are free at {str(self.folder)!r}; "
+                "make room there, or give --home on another disk"
+            )
+
     def _write(self, data: bytes) -> None:
+        if self._end - self._asked_at >= _ASK_EVERY_BYTES:
+            self._asked_at = self._end
+            if (free := self._free_bytes()) < self._end:
+                raise StoreFull(
+                    f"{str(self.folder)!r}: {format_size(self._end)} of the input are converted, the shards need as "
+                    f"much again and {format_size(free)} are free; make room, or give --home on another disk"
+                )
         with disk_errors(Path(self.path)):
             if self._file is None:
                 self._file = open(self.path, "wb", buffering=PIECE_BYTES)  # noqa: SIM115 # closed on exit
