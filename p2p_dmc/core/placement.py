@@ -137,10 +137,15 @@ class Placement:
 
     def shards_of(self, peer_id: str) -> tuple[int, ...]:
         """Indexes of the shards that the peer should hold, ascending; none for a peer that does not store."""
+        return tuple(np.flatnonzero(self.ranks_of(peer_id) >= 0).tolist())
+
+    def ranks_of(self, peer_id: str) -> I32:
+        """Of shape (shards,): the peer's place among the shard's holders, 0 for its primary; -1 where it is not one."""
         for column, peer in enumerate(self.peers):
             if peer.peer_id == peer_id:
-                return tuple(np.flatnonzero((self._best == column).any(axis=0)).tolist())
-        return ()
+                is_it = self._best == column
+                return np.where(is_it.any(axis=0), is_it.argmax(axis=0), -1).astype(np.int32)
+        return np.full(len(self), -1, dtype=np.int32)
 
     def digest(self) -> bytes:
         """16 bytes that two peers compare to know that they mean the same placement."""
