@@ -98,7 +98,8 @@ class CatchUp:
         self._said: dict[Lineage, bytes] = {}
         """Digests of states, as voters' headers say them."""
         self._wake = asyncio.Event()
-        self._reducing = False
+        self._no_reduction = asyncio.Event()
+        self._no_reduction.set()
         self._spent_bytes = 0
         self._losses = self._failures = 0
         self.began_s = time.monotonic()
@@ -152,11 +153,12 @@ class CatchUp:
 
     def reducing(self) -> None:
         """A reduction begins: the download yields to it."""
-        self._reducing, self._spent_bytes = True, 0
+        self._no_reduction.clear()
+        self._spent_bytes = 0
 
     def quiet(self) -> None:
         """No reduction is under way any more."""
-        self._reducing = False
+        self._no_reduction.set()
 
     def keep(self, kept: Kept) -> None:
         """A round's result."""
@@ -216,6 +218,7 @@ class CatchUp:
 
     async def _download(self, target: StateRef) -> None:
         """The target's bytes. Broken off when another one is wanted."""
+        waiting = self._view is None
         fetching = asyncio.ensure_future(
             self._keeper.adopt(target, self._donors, give_up_s=GIVE_UP_S, gate=self._gate)
         )
@@ -233,6 +236,8 @@ class CatchUp:
             if self._view is None:  # it was worth a try
                 self.lost = True
                 return
+            if waiting and isinstance(error, AdoptionFailedError):
+                return  # most of its time went by before the view, which gives it as much again
             self._failures += 1
             self._lose(str(error))
             if self._failures >= MOST_FAILURES or not isinstance(error, AdoptionFailedError):
@@ -249,8 +254,8 @@ class CatchUp:
     async def _gate(self, size: int) -> None:
         """Before each range of the download."""
         allowed_bytes = self._keeper.pool().size_bytes * (1 + self._losses) // SHARE
-        while self._reducing and self._spent_bytes >= allowed_bytes:
-            await asyncio.sleep(0.005)
+        while self._spent_bytes >= allowed_bytes and not self._no_reduction.is_set():
+            await self._no_reduction.wait()
         self._spent_bytes += size
 
     async def _replay_one(self) -> bool:

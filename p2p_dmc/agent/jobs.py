@@ -207,9 +207,7 @@ class Jobs:
 
     async def stop_all(self, reason: str) -> None:
         """This peer leaves: every trainer is ended, every run told."""
-        for job in self._jobs.values():
-            if job.result is None:
-                await self._leave(job, reason)
+        await asyncio.gather(*(self._leave(job, reason) for job in self._jobs.values() if job.result is None))
         pending = [asyncio.create_task(j.ended.wait()) for j in self._jobs.values() if j.result is None]
         if pending:
             await asyncio.wait(pending, timeout=10.0)

@@ -130,6 +130,13 @@ class SlotPool:
         finally:
             self._preparing = False
 
+    def trim(self, free: int) -> None:
+        """Give the memory back of all but so many of the slots that nobody uses."""
+        unused = [slot for slot in self._slots if not self._pins[slot]]
+        for slot in unused[free:]:
+            slot.unlink(missing_ok=True)
+            self._slots.remove(slot)
+
     def pin(self, slot: Path) -> None:
         self._pins[slot] += 1
 

@@ -157,9 +157,9 @@ class Rounds:
         if view.local is tm.Local.LEARN:
             self._learning, self._parked, self.expected = view, True, False
             return
-        self.expected |= (
-            self._learning is not None
-        )  # who has learned enough begins with a round, not with steps
+        if self._learning is not None:
+            self.expected = True  # who has learned enough begins with a round, not with steps
+            state.forget_slots()  # those of the rounds that it kept: the agent gives their memory back
         self._learning, self._parked = None, False
         anchor_in = (view.slot_path, view.digest)
         if anchor_in != self._anchor_in:

@@ -215,6 +215,37 @@ def test_an_offer_that_comes_to_nothing_is_no_reason_to_give_up(
     run(work())
 
 
+def test_the_view_gives_a_download_that_began_before_it_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up_module, "GIVE_UP_S", 0.05)
+
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1))
+        one = Learner(tmp_path, voters, enters=False)
+        tries: list[StateRef] = []
+        adopt = one.keeper.adopt
+
+        def counted(ref: StateRef, *rest: Any, **more: Any) -> Any:
+            tries.append(ref)
+            return adopt(ref, *rest, **more)
+
+        monkeypatch.setattr(one.keeper, "adopt", counted)
+        one.donors.gone = {"one", "two"}
+        one.catch_up.expect(voters.held.ref)
+        await one.until(lambda: one.donors.asked, "it has begun")
+        one.catch_up.enter(voters.view)
+        await one.until(lambda: len(tries) == 2, "it begins again")
+        one.donors.gone = set()
+        await one.caught_up()
+        assert not one.problems and tries == [voters.view.start] * 2
+        one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
 def test_states_that_are_offered_one_after_another_do_not_add_up(tmp_path: Path) -> None:
     async def work() -> None:
         voters = Voters(tmp_path, random.Random(1))

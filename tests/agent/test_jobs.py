@@ -60,6 +60,31 @@ def test_a_shard_is_wanted_again_until_it_comes(monkeypatch: pytest.MonkeyPatch)
     assert sent == [(b"t", ShardReady(dataset=b"d" * 16, shard=3, path="a.tar"))]
 
 
+def test_a_peer_in_several_runs_leaves_them_all_at_once() -> None:
+    """Each may have to wait for the end of a round."""
+    left: list[int] = []
+
+    async def life() -> None:
+        together = asyncio.Barrier(3)
+        jobs = Jobs(cast(Any, SimpleNamespace(journal=SimpleNamespace(listeners=[]))))
+
+        async def leave(job: Any, reason: str) -> None:
+            await together.wait()
+            left.append(job.number)
+            job.ended.set()
+
+        jobs._leave = leave  # type: ignore[method-assign]
+        for number in range(4):
+            over = "it is over" if number == 2 else None
+            jobs._jobs[str(number)] = cast(
+                Any, SimpleNamespace(number=number, result=over, ended=asyncio.Event(), process=None)
+            )
+        await asyncio.wait_for(jobs.stop_all("enough"), 5)
+
+    asyncio.run(life())
+    assert sorted(left) == [0, 1, 3]
+
+
 def test_what_is_committed_is_on_disk_before_a_peer_leaves_between_rounds() -> None:
     done: list[str] = []
 

@@ -381,7 +381,9 @@ def test_a_start_is_offered_to_whoever_is_let_in_at_this_rounds_barrier(
     assert around.sent[-1][1] == StartOffered(start=run.training.held.ref)
 
 
-@pytest.mark.parametrize("hindrance", ["", "in a view", "trainer lost", "unknown sender", "over"])
+@pytest.mark.parametrize(
+    "hindrance", ["", "in a view", "trainer lost", "unknown sender", "over", "reductions fail"]
+)
 def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hindrance: str) -> None:
     around = surroundings(tmp_path)
     meta = run_meta(name="r", history=b"2" * 16, view_epoch=4)
@@ -391,6 +393,9 @@ def test_an_offered_start_is_for_a_ready_peer_without_a_view(tmp_path: Path, hin
     run.desk.policy = TauPolicy(kind="adacomm", tau0=4)
     run.agreement = cast(Agreement, SimpleNamespace(frozen=hindrance != "in a view", left_out=False))
     run.end.outcome = "left" if hindrance == "over" else ""
+    run.keeper.slots = SlotPool(around.services.memory, NUMEL)
+    if hindrance == "reductions fail":  # it is not let in for long, and would yield to no reduction meanwhile
+        run._unproven.add(4)
     sender = 9 if hindrance == "unknown sender" else 2
     start = StateRef(lineage=(4, 1), digest=b"s" * 16)
 

@@ -115,6 +115,19 @@ def test_slots_are_made_before_they_are_wanted(memory: MemoryFolder, monkeypatch
     assert len(slots._slots) == 3 and len(list(one.parent.glob("anchor-*"))) == 3
 
 
+def test_of_slots_that_nobody_uses_only_some_are_kept(memory: MemoryFolder) -> None:
+    slots = SlotPool(memory, NUMEL)
+    taken = [slots.take() for _ in range(6)]
+    for slot in taken[1:]:
+        slots.unpin(slot)
+    slots.trim(2)
+    assert sorted(taken[0].parent.glob("anchor-*")) == sorted(taken[:3]) and pins(slots) == Counter(taken[:1])
+    assert {slots.take(), slots.take()} == set(taken[1:3])
+    assert slots.take() not in taken
+    slots.trim(0)
+    assert len(list(taken[0].parent.glob("anchor-*"))) == 4, "all are in use"
+
+
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
