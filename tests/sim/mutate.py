@@ -335,11 +335,11 @@ class Report:
         scratch.replace(self.path)
 
     def begin(self, module: str, found: Sequence[Deletion]) -> list[Deletion]:
-        """What is still to do: all of a module that changed, else what is not known to be noticed."""
-        if self.digests.get(module) != digest(module):
-            self.verdicts[module] = {}
+        """What is still to do of all of a module: everything if it changed, else what is not known to be noticed."""
+        known = self.verdicts.get(module, {}) if self.digests.get(module) == digest(module) else {}
+        keys = {deletion.key for deletion in found}
         self.digests[module] = digest(module)
-        known = self.verdicts.setdefault(module, {})
+        self.verdicts[module] = known = {key: verdict for key, verdict in known.items() if key in keys}
         return [deletion for deletion in found if not known.get(deletion.key, {}).get("killed")]
 
     def summary(self) -> dict[str, Any]:
@@ -375,9 +375,8 @@ def explore(args: argparse.Namespace, report: Report) -> None:
     end = time.monotonic() + (QUICK_S if args.quick else float("inf"))
     todo: list[tuple[str, Deletion]] = []
     for module in args.modules:
-        found = deletions(Path(f"p2p_dmc/core/{module}.py").read_text())
-        found = [deletion for deletion in found if not args.only or args.only in deletion.function]
-        todo += [(module, deletion) for deletion in report.begin(module, found)]
+        found = report.begin(module, deletions(Path(f"p2p_dmc/core/{module}.py").read_text()))
+        todo += [(module, deletion) for deletion in found if args.only in deletion.function]
     if args.quick:
         random.Random(args.seed).shuffle(todo)
     else:  # those take longest, and their end is known

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.conditions import deletions, without
-from tests.sim.mutate import MODULES, ROOT, unknown_entries
+from tests.sim.mutate import MODULES, ROOT, Report, digest, unknown_entries
 
 SOURCE = '''
 if TYPE_CHECKING:
@@ -94,6 +94,21 @@ def test_every_mutant_is_a_module_of_its_own() -> None:
 
 def test_the_list_of_equivalent_ones_names_conditions_that_exist() -> None:
     assert unknown_entries() == []
+
+
+def test_what_is_known_is_kept_while_the_module_and_the_condition_stay() -> None:
+    found = deletions((ROOT / "p2p_dmc/core/adacomm.py").read_text())
+    noticed, survived = found[0].key, found[1].key
+    known = {
+        noticed: {"killed": True},
+        survived: {"killed": False},
+        "gone: a condition [true]": {"killed": False},
+    }
+    report = Report(None, {"adacomm": digest("adacomm")}, {"adacomm": known})
+    assert report.begin("adacomm", found) == found[1:]
+    assert report.verdicts["adacomm"] == {noticed: {"killed": True}, survived: {"killed": False}}
+    report.digests["adacomm"] = "of another text"
+    assert report.begin("adacomm", found) == found and report.verdicts["adacomm"] == {}
 
 
 def test_a_missing_guard_is_noticed(tmp_path: Path) -> None:
