@@ -36,16 +36,16 @@ class AgentSettings:
     """gloo's bound on lack of progress (connecting takes up to five of it): the backstop behind verdicts."""
 
     fetch_chunk_bytes: int = 1 << 20
-    """Range of one bulk request: large against the round trip, small against a head-of-line delay."""
+    """Largest range of a bulk request: large against the round trip, small against a head-of-line delay."""
+
+    fetch_piece_bytes: int = 128 << 10
+    """The smallest range: what a slow source can send within range_timeout_ms, and what peers pass on."""
 
     fetch_parallel: int = 4
-    """Shards fetched at once."""
-
-    fetch_window: int = 4
-    """Outstanding ranges per shard and source."""
+    """Shards fetched at once, at least: while one is verified the next ones come."""
 
     range_timeout_ms: int = 4000
-    """A source that does not answer a range for this long is left for another."""
+    """A source that sends nothing for this long although it was asked is left for another."""
 
     holdings_interval_ms: int = 5000
     """Holdings are repeated this often to whoever may have missed them; changes are told at once."""

@@ -70,15 +70,15 @@ class Adoption:
         total, data = await self._range(address, digest, part, 0)
         if not 0 <= total <= 64 << 20:
             raise RemoteProtocolError(f"{address} says the state's head has {total} bytes")
-        parts = [data]
+        parts = [bytes(data)]
         while (offset := sum(map(len, parts))) < total:
             whole, data = await self._range(address, digest, part, offset)
             if whole != total:
                 raise RemoteProtocolError(f"{address} changed its mind about the size of the state's head")
-            parts.append(data)
+            parts.append(bytes(data))
         return b"".join(parts)
 
-    async def _range(self, address: str, digest: bytes, part: int, offset: int) -> tuple[int, bytes]:
+    async def _range(self, address: str, digest: bytes, part: int, offset: int) -> tuple[int, memoryview]:
         return await self._bulk.fetch(
             address, BulkKind.STATE, name=self._run, digest=digest, part=part, offset=offset, size=self._chunk
         )

@@ -20,6 +20,7 @@ from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.entering import run_meta
 from p2p_dmc.agent.home import Home, MemoryFolder
 from p2p_dmc.agent.jobs import Jobs
+from p2p_dmc.agent.limits import RateLimit
 from p2p_dmc.agent.local_socket import LocalSocket
 from p2p_dmc.agent.requests import Requests
 from p2p_dmc.agent.run import Run
@@ -70,6 +71,10 @@ class AgentOptions:
     seeds: tuple[str, ...] = ()
     role: Role = Role.TRAIN
     capacity_bytes: int = 100 << 30
+    max_upload: int | None = (
+        None  # bytes a second of shards, manifests and states; None: what the link allows
+    )
+    max_download: int | None = None
     domain: str = ""  # what this peer may fail together with, a rack or a house; "": alone
     stays: bool = (
         True  # False: placement does not count on it, so that others hold everything before it leaves
@@ -91,8 +96,11 @@ class Agent:
         self.memory = MemoryFolder(home, self.peer_id)
         self.context = zmq.asyncio.Context(io_threads=1)
         self.control = ControlSocket(self.context, self._on_control, self._on_disconnect)
-        self.bulk_server = BulkServer(self.context)
-        self.bulk = BulkClient(self.context, self.settings.range_timeout_ms)
+        self.bulk_context = zmq.asyncio.Context(io_threads=2)  # a full link delays no word of control
+        self.bulk_server = BulkServer(self.bulk_context, RateLimit(options.max_upload))
+        self.bulk = BulkClient(
+            self.bulk_context, self.settings.range_timeout_ms, RateLimit(options.max_download)
+        )
         self.local = LocalSocket(self.context, self._on_local)
         self.runs: dict[str, Run] = {}
         self.verdicts = Verdicts(lambda: self.runs.values(), suspicion_min_ms(MEMBERSHIP, 3))
@@ -109,6 +117,7 @@ class Agent:
             send=self.send,
             members=self.members,
         )
+        self.data.yield_to(self._reducing)
         self.membership: Membership | None = None
         self.address = ""
         self.endpoint = ""
@@ -156,6 +165,7 @@ class Agent:
         )
         self.bulk_server.provide(BulkKind.MANIFEST, self.data.provide_manifest)
         self.bulk_server.provide(BulkKind.SHARD, self.data.provide_shard)
+        self.bulk_server.provide(BulkKind.PARTS, self.data.provide_parts)
         self.bulk_server.provide(BulkKind.STATE, self._provide_state)
         self.endpoint = self.home.local_endpoint()
         self.local.bind(self.endpoint)
@@ -205,6 +215,7 @@ class Agent:
         self.bulk_server.close()
         self.local.close()
         self.context.destroy(linger=0)
+        self.bulk_context.destroy(linger=0)
         self.memory.remove()
         self.journal.close()
         self.home.unlock()
@@ -411,6 +422,10 @@ class Agent:
             run_over=self.jobs.run_over,
             collective_host=lambda: split_address(self.address)[0],
         )
+
+    def _reducing(self) -> bool:
+        """Whether some run is averaging: its traffic goes first."""
+        return any(run.rounds is not None and run.rounds.reducing for run in self.runs.values())
 
     def _seed_known(self) -> bool:
         return not self.options.seeds or (self.membership is not None and self.membership.seed_contacted)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
 
+from p2p_dmc.agent.limits import RateLimit
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkReply, BulkRequest
@@ -20,14 +23,20 @@ from p2p_dmc.wire.transport import bind_router
 log = logging.getLogger("p2p_dmc.bulk")
 MAX_DATA_BYTES = 4 << 20
 IDLE_LINKS = 64
+AT_ONCE = 4
+"""Requests that a server works on at once: one is read from the disk while others wait for it, or are sent."""
+LOST_TIMES = 4
+"""A request is given up after so many time-outs, though its source answers others: the request was dropped there."""
 
-Provider = Callable[[BulkRequest], "tuple[int, bytes | memoryview] | None"]
+Found = tuple[int, bytes | memoryview] | None
+Provider = Callable[[BulkRequest], Found | Awaitable[Found]]
 
 
 class BulkServer:
     """Answers range requests; the providers say what there is. Unknown or malformed requests cost nothing else."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, limit: RateLimit | None = None) -> None:
+        self._limit = limit or RateLimit()
         self._router = context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.SNDHWM, 64)
@@ -47,6 +56,9 @@ class BulkServer:
         self._providers[kind] = provider
 
     async def _serve(self) -> None:
+        await asyncio.gather(*(self._answer_forever() for _ in range(AT_ONCE)))
+
+    async def _answer_forever(self) -> None:
         while True:
             frames = await self._router.recv_multipart()
             try:
@@ -58,16 +70,19 @@ class BulkServer:
             except RemoteProtocolError:
                 self.bad += 1
                 continue
-            total, data = self._found(request) or (-1, b"")
+            total, data = await self._found(request) or (-1, b"")
+            await self._limit.take(len(data))
             reply = codec.encode(BulkReply(request=request.request, total=total))
+            copy = not isinstance(data, bytes)  # a view's memory may change before it is sent
             with contextlib.suppress(zmq.ZMQError):
-                await self._router.send_multipart([frames[0], reply, data], flags=zmq.NOBLOCK, copy=True)
+                await self._router.send_multipart([frames[0], reply, data], flags=zmq.NOBLOCK, copy=copy)
                 self.sent_bytes += len(data)
 
-    def _found(self, request: BulkRequest) -> tuple[int, bytes | memoryview] | None:
+    async def _found(self, request: BulkRequest) -> Found:
         provider = self._providers.get(request.kind)
         try:
-            return provider(request) if provider is not None else None
+            found = provider(request) if provider is not None else None
+            return await found if inspect.isawaitable(found) else found
         except OSError as error:  # what this disk does not give is asked of another peer
             log.warning("bulk request %s: %s", request.kind.name, error)
             return None
@@ -82,18 +97,27 @@ class BulkServer:
 class _Source:
     socket: zmq.asyncio.Socket
     task: asyncio.Task[None]
-    waiting: dict[int, asyncio.Future[tuple[int, bytes]]] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[tuple[int, memoryview]]] = field(default_factory=dict)
+    heard_s: float = 0.0
 
 
 class SourceLostError(Exception):
     """A source did not answer in time or does not have the thing; try another."""
 
 
+class SourceSilentError(SourceLostError):
+    """It answers nothing any more."""
+
+
+SILENT = -2  # in place of a total
+
+
 class BulkClient:
     """Asks other agents for ranges."""
 
-    def __init__(self, context: zmq.asyncio.Context, timeout_ms: int) -> None:
+    def __init__(self, context: zmq.asyncio.Context, timeout_ms: int, limit: RateLimit | None = None) -> None:
         self._context = context
+        self._limit = limit or RateLimit()
         self._timeout_s = timeout_ms / 1000
         self._sources: dict[str, _Source] = {}
         self._numbers = itertools.count(1)
@@ -109,29 +133,51 @@ class BulkClient:
         part: int = 0,
         offset: int,
         size: int,
-    ) -> tuple[int, bytes]:
-        """(total size of the whole, the range's bytes); SourceLostError."""
+    ) -> tuple[int, memoryview]:
+        """(total size of the whole, the range's bytes); SourceLostError.
+
+        A source may take its time with a range as long as it answers others: it is silent when nothing has come from
+        it for the time-out.
+        """
+        await self._limit.take(size)
         source = self._sources.get(address) or self._open(address)
         number = next(self._numbers)
         request = BulkRequest(
             request=number, kind=kind, name=name, digest=digest, part=part, offset=offset, size=size
         )
-        future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[int, memoryview]] = asyncio.get_running_loop().create_future()
         source.waiting[number] = future
         try:
             await source.socket.send(codec.encode(request), flags=zmq.NOBLOCK)
-            total, data = await asyncio.wait_for(future, self._timeout_s)
-        except (asyncio.TimeoutError, zmq.ZMQError):
+            total, data = await self._answer(address, source, future)
+        except zmq.ZMQError:
             self.forget(address)
-            raise SourceLostError(f"{address} did not answer within {self._timeout_s:g} s") from None
+            raise SourceSilentError(f"{address} takes no requests") from None
         finally:
             source.waiting.pop(number, None)
+        if total == SILENT:
+            raise SourceSilentError(f"{address} did not answer within {self._timeout_s:g} s")
         if total < 0:
             raise SourceLostError(f"{address} does not have it")
         if len(data) != min(size, max(0, total - offset)):
             raise SourceLostError(f"{address} sent {len(data)} bytes where {size} were asked")
         self.received_bytes += len(data)
         return total, data
+
+    async def _answer(
+        self, address: str, source: _Source, future: asyncio.Future[tuple[int, memoryview]]
+    ) -> tuple[int, memoryview]:
+        asked_s = now_s = time.monotonic()
+        while not future.done():
+            left_s = max(asked_s, source.heard_s) + self._timeout_s - now_s
+            if left_s <= 0:
+                self.forget(address)
+            elif now_s - asked_s > LOST_TIMES * self._timeout_s:
+                raise SourceLostError(f"{address} answers others and not this")
+            else:
+                await asyncio.wait({future}, timeout=left_s)
+            now_s = time.monotonic()
+        return future.result()
 
     def _open(self, address: str) -> _Source:
         for idle in [a for a, s in self._sources.items() if not s.waiting][
@@ -153,17 +199,18 @@ class BulkClient:
 
     async def _receive(self, address: str, dealer: zmq.asyncio.Socket) -> None:
         while True:
-            frames = await dealer.recv_multipart()
+            frames = await dealer.recv_multipart(copy=False)
             source = self._sources.get(address)
             if source is None or len(frames) != 2 or len(frames[1]) > MAX_DATA_BYTES:
                 continue
+            source.heard_s = time.monotonic()
             try:
-                reply = codec.decode(frames[0])
+                reply = codec.decode(frames[0].buffer)
             except RemoteProtocolError:
                 continue
             future = source.waiting.get(reply.request) if isinstance(reply, BulkReply) else None
             if future is not None and not future.done():
-                future.set_result((reply.total, frames[1]))
+                future.set_result((reply.total, frames[1].buffer))
 
     def forget(self, address: str) -> None:
         """Drop a source; its waiting requests fail at once."""
@@ -174,7 +221,7 @@ class BulkClient:
         source.socket.close(0)
         for future in source.waiting.values():
             if not future.done():
-                future.set_result((-1, b""))
+                future.set_result((SILENT, memoryview(b"")))
 
     def close(self) -> None:
         for address in list(self._sources):

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable
 
 from p2p_dmc.agent.bulk import BulkClient
-from p2p_dmc.agent.fetching import Fetching, Key
+from p2p_dmc.agent.fetching import Fetching
 from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
 from p2p_dmc.agent.presence import present, storing
+from p2p_dmc.agent.spreading import Key
 from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.store import ShardMissing, Store
+from p2p_dmc.data.store import Store
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.journal import Journal
 from p2p_dmc.wire.messages import BulkRequest, Holdings
@@ -148,6 +149,10 @@ class DataService:
         """There was no room for a shard, and there is none for a few yet: this peer trains on what it holds."""
         return self._fetching.full
 
+    def yield_to(self, busy: Callable[[], bool]) -> None:
+        """Background fetches slow down while this is true."""
+        self._fetching.yields = busy
+
     def fetching(self) -> int:
         return len(self._fetching)
 
@@ -256,19 +261,11 @@ class DataService:
         data = known.manifest.to_bytes()
         return len(data), data[request.offset : request.offset + request.size]
 
-    def provide_shard(self, request: BulkRequest) -> tuple[int, bytes] | None:
-        known = self._known.get(request.digest)
-        if known is None or request.part >= len(known.manifest.shards):
-            return None
-        total = known.manifest.shard_sizes[request.part]
-        offset = min(request.offset, total)
-        size = min(request.size, total - offset)
-        try:
-            data = self.store.read_range(request.digest, request.part, offset, size)
-        except ShardMissing:
-            self._lost_one((request.digest, request.part))
-            return None
-        return total, data
+    async def provide_shard(self, request: BulkRequest) -> tuple[int, bytes] | None:
+        return await self._fetching.serving.shard(request)
+
+    def provide_parts(self, request: BulkRequest) -> tuple[int, bytes] | None:
+        return self._fetching.serving.parts(request)
 
     def _obtained(self, known: Known) -> None:
         """A shard has come, whole and verified."""

@@ -1,4 +1,9 @@
-"""Getting shards and manifests from the peers that have them (DESIGN.md section 9)."""
+"""Getting shards and manifests from the peers that have them (DESIGN.md section 9).
+
+Each range of a shard comes from whoever `spreading` chooses; the whole is verified once it is here. If it turns out
+wrong and several peers had a part in it, it is fetched again from one holder at a time until it is right: a holder
+that sent all of a wrong one is named, and so is whoever sent the blocks in which the wrong one differs from the right.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,58 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
-from p2p_dmc.agent.bulk import BulkClient, SourceLostError
+from p2p_dmc.agent.bulk import BulkClient, SourceLostError, SourceSilentError
 from p2p_dmc.agent.known import Known
+from p2p_dmc.agent.serving import Parts, Serving
+from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.partial import PartialShard, block_digests
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.journal import Journal
+from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, Holdings
 
 log = logging.getLogger("p2p_dmc.data")
-Key = tuple[bytes, int]  # data set digest, shard index
 AGAIN_S = 1.0
+LOOK_S = 0.1
+"""How often other receivers are asked what they have, and sources are looked at anew."""
+AHEAD_BYTES = 16 << 20
+"""Further shards are begun while less than this is left to ask for of those that are."""
+MOST_OPEN = 64
+"""Shards on their way at once: of small ones many are needed to fill a link."""
+SILENT_S = 10.0
+"""A source that fell silent is not asked for so long."""
+DISTRUST_S = 600.0
+"""A source that sent something wrong is asked only where nobody else holds the shard, for so long."""
+ENOUGH_HOLDERS = 3
+"""With so many there is no need to ask those who receive a shard, too."""
+MOST_ASKED = 16
+"""Receivers that are asked at each look."""
+PARTS_BYTES = 1 << 18
+DISK_THREADS = 4
+YIELD_REST = 9
+"""While training needs the link, background fetches rest so many times as long as a range has taken."""
+
+
+@dataclass(eq=False, slots=True)
+class _Receipt:
+    """One shard on its way, and how it ends: True when all of it was written, False when nobody has the rest."""
+
+    plan: ShardPlan
+    partial: PartialShard
+    only: str | None
+    ended: asyncio.Future[bool]
+    written: int = 0
+    resumed: bool = False
+    tasks: dict[Ask, asyncio.Task[None]] = field(default_factory=dict)
 
 
 class Fetching:
@@ -53,11 +95,24 @@ class Fetching:
         self._known = known
         self._obtained = obtained
         self._damaged = damaged
+        self.yields: Callable[[], bool] = lambda: False
+        """Whether training needs the link just now: what nobody waits for slows down."""
         self._manifests: set[bytes] = set()
         self._shards: dict[Key, asyncio.Task[None]] = {}
         self._callbacks: dict[Key, list[Callable[[], None]]] = {}
         self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
-        self._slots = asyncio.Semaphore(settings.fetch_parallel)
+        self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="shards")
+        self.serving = Serving(store, known, lambda: self._receipts, damaged, self._threads)
+        self._spreading = Spreading(settings.fetch_piece_bytes, settings.fetch_chunk_bytes)
+        self._receipts: dict[Key, _Receipt] = {}
+        self._open: set[Key] = set()
+        self._queue: dict[Key, asyncio.Future[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._addresses: dict[str, str] = {}
+        self._avoid_until_s: dict[str, float] = {}
+        self._distrust_until_s: dict[str, float] = {}
+        self._asking_parts: set[tuple[str, bytes]] = set()
+        self._rest_until_s = 0.0
         self._full = False
 
     def __len__(self) -> int:
@@ -86,6 +141,10 @@ class Fetching:
         callbacks = self._callbacks.setdefault(key, [])
         if then not in callbacks:
             callbacks.append(then)
+        if key in self._receipts:
+            self._receipts[key].plan.urgent = True
+        elif key in self._queue:
+            self._queue.pop(key).set_result(None)
         self.start(key, urgent=True)
 
     def start(self, key: Key, *, urgent: bool) -> None:
@@ -93,20 +152,23 @@ class Fetching:
         if key not in self._shards and key[0] in self._known and (self._store.has(*key) or not self.full):
             self._shards[key] = self._tasks.spawn(self._obtain(key, urgent))
 
+    async def close(self) -> None:
+        await self._tasks.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- manifests ----------------------------------------------------------------------------------------------------
+
     def manifest(self, sender: str, said: Holdings, then: Callable[[str, Holdings, Manifest], None]) -> None:
         """Fetch a data set's manifest from the peer that spoke of it, unless that is under way; ``then`` learns it."""
         if said.dataset not in self._manifests:
             self._manifests.add(said.dataset)
             self._tasks.spawn(self._fetch_manifest(sender, said, then))
 
-    def _address(self, peer_id: str) -> str | None:
-        return next((r.bulk_address for r in self._members() if r.peer_id == peer_id), None)
-
     async def _fetch_manifest(
         self, sender: str, said: Holdings, then: Callable[[str, Holdings, Manifest], None]
     ) -> None:
         try:
-            address = self._address(sender)
+            address = next((r.bulk_address for r in self._members() if r.peer_id == sender), None)
             parts: list[bytes] = []
             total = 1
             while address is not None and sum(map(len, parts)) < total:
@@ -119,7 +181,7 @@ class Fetching:
                 )
                 if total > 1 << 30:
                     raise RemoteProtocolError("a manifest of more than 1 GiB")
-                parts.append(data)
+                parts.append(bytes(data))
             manifest = Manifest.from_bytes(b"".join(parts))
             if manifest.digest != said.dataset:
                 raise RemoteProtocolError("another manifest than was asked for")
@@ -129,6 +191,8 @@ class Fetching:
             log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)
         finally:
             self._manifests.discard(said.dataset)
+
+    # -- one shard ----------------------------------------------------------------------------------------------------
 
     async def _obtain(self, key: Key, urgent: bool) -> None:
         """Verify what is on disk, or fetch it; then tell whoever waits."""
@@ -142,12 +206,11 @@ class Fetching:
                     self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
                     self._damaged(key)
             if not self._store.has(*key):
-                if urgent:
-                    await self._fetch(key, known)
-                else:
-                    async with self._slots:
-                        await self._fetch(key, known)
-                    await asyncio.sleep(0.0 if self._store.has(*key) else AGAIN_S)  # no source was any good
+                await self._turn(key)
+                await self._fetch(key, known)
+                self._open.discard(key)
+                if not urgent and not self._store.has(*key):
+                    await asyncio.sleep(AGAIN_S)  # no source was any good
         except StoreFull as error:
             self._full = True
             self._say(str(error))
@@ -155,61 +218,275 @@ class Fetching:
         except UserError as error:
             self._say(str(error))
         finally:
+            self._open.discard(key)
             self._shards.pop(key, None)
+            self._admit()
         for callback in self._callbacks.pop(key, []) if key[1] in known.verified else ():
             callback()
 
+    async def _turn(self, key: Key) -> None:
+        """Wait until this shard may begin; those that somebody waits for do at once."""
+        if key not in self._callbacks:
+            turn = self._queue[key] = asyncio.get_running_loop().create_future()
+            self._admit()
+            await turn
+        self._open.add(key)
+
+    def _admit(self) -> None:
+        while self._queue and len(self._open) < MOST_OPEN:
+            enough = self._spreading.unasked_bytes() >= AHEAD_BYTES
+            if enough and len(self._open) >= self._settings.fetch_parallel:
+                return
+            self._queue.pop(next(iter(self._queue))).set_result(None)
+            return  # it has a plan before the next one is let in
+
     async def _fetch(self, key: Key, known: Known) -> None:
         started_s = time.monotonic()
-        tried: set[str] = set()
-        while not self._store.has(*key):
-            sources = [p for p in self.sources(key) if p not in tried]
-            if not sources:
-                return
-            tried.add(sources[0])
-            address = self._address(sources[0])
-            if address is not None and await self._fetch_from(address, key, known):
-                known.verify(key[1], self._store.stamp(*key))
-                self._obtained(known)
-                self._journal.event(
-                    "fetched",
-                    shard=known.manifest.shard_digests[key[1]].hex(),
-                    source=sources[0],
-                    size_bytes=known.manifest.shard_sizes[key[1]],
-                    seconds=round(time.monotonic() - started_s, 3),
-                )
+        named: set[str] = set()
+        receipt = await self._receive(key, known)
+        wrong = [] if receipt is None or self._store.has(*key) else [receipt]
+        if wrong:
+            receipt = await self._receive_singly(key, known, wrong[0], named)
+        if receipt is None:
+            return
+        for one in wrong:
+            await self._find_liars(one, key, known, named)
+        known.verify(key[1], self._store.stamp(*key))
+        self.serving.came(key)
+        self._obtained(known)
+        plan = receipt.plan
+        given = sorted(plan.given.items(), key=lambda one: -one[1].bit_count())
+        self._journal.event(
+            "fetched",
+            shard=known.manifest.shard_digests[key[1]].hex(),
+            source=given[0][0] if given else self._me,
+            sources={p: min(m.bit_count() * plan.piece_bytes, plan.size_bytes) for p, m in given},
+            size_bytes=plan.size_bytes,
+            seconds=round(time.monotonic() - started_s, 3),
+        )
 
-    async def _fetch_from(self, address: str, key: Key, known: Known) -> bool:
-        """Fetch the missing ranges from one source and verify the whole; False when another is needed."""
-        partial = self._store.open_partial(*key)
-        ranges = partial.missing_ranges(self._settings.fetch_chunk_bytes)[::-1]
+    async def _receive_singly(
+        self, key: Key, known: Known, wrong: _Receipt, named: set[str]
+    ) -> _Receipt | None:
+        """What came from several was wrong: from one holder after the other, until one sends the right shard."""
+        receipt: _Receipt | None = wrong
+        sources = self.sources(key)
+        while True:
+            if receipt is not None and len(receipt.plan.given) == 1 and not receipt.resumed:
+                self._blame(key, known, next(iter(receipt.plan.given)), named)
+            single = next((peer_id for peer_id in sources if peer_id not in named), None)
+            if single is None:
+                return None
+            sources.remove(single)
+            receipt = await self._receive(key, known, only=single)
+            if receipt is not None and self._store.has(*key):
+                return receipt
 
-        async def worker() -> None:
-            while ranges:
-                offset, size = ranges.pop()
-                total, data = await self._bulk.fetch(
-                    address, BulkKind.SHARD, digest=key[0], part=key[1], offset=offset, size=size
-                )
-                if total != partial.size_bytes:
-                    raise SourceLostError(f"{address} has {total} bytes of it, not {partial.size_bytes}")
-                partial.write(offset, data)
+    def _blame(self, key: Key, known: Known, peer_id: str, named: set[str]) -> None:
+        if peer_id not in named:
+            named.add(peer_id)
+            self._distrust_until_s[peer_id] = time.monotonic() + DISTRUST_S
+            digest = known.manifest.shard_digests[key[1]]
+            self._journal.event("bad_shard", shard=digest.hex(), source=peer_id)
 
-        workers = [asyncio.ensure_future(worker()) for _ in range(self._settings.fetch_window)]
+    async def _find_liars(self, wrong: _Receipt, key: Key, known: Known, named: set[str]) -> None:
+        """Whoever sent blocks in which the wrong shard differs from the right one, which is here now."""
+        plan = wrong.plan
+        if not wrong.partial.bad_blocks:
+            return
+
+        def right_blocks() -> tuple[bytes, ...]:
+            with self._store.path(*key).open("rb") as file:
+                return block_digests(file.fileno(), plan.size_bytes, plan.piece_bytes)
+
         try:
-            await asyncio.gather(*workers)
-        except SourceLostError as error:
-            log.info("shard %s: %s", known.manifest.shard_digests[key[1]].hex()[:12], error)
-            return False
+            right = await self._in_thread(right_blocks)
+        except OSError:
+            return  # gone again already
+        pairs = enumerate(zip(wrong.partial.bad_blocks, right, strict=True))
+        different = sum(1 << place for place, (one, other) in pairs if one != other)
+        for peer_id, pieces in plan.given.items():
+            if pieces & different:
+                self._blame(key, known, peer_id, named)
+
+    # -- ranges -------------------------------------------------------------------------------------------------------
+
+    async def _receive(self, key: Key, known: Known, only: str | None = None) -> _Receipt | None:
+        """All ranges, from all sources or a single one, and the verdict on the whole; None if some are nowhere."""
+        partial = self._store.open_partial(*key)
+        if only is not None and partial.written_bytes:
+            partial.abandon()
+            partial = self._store.open_partial(*key)
+        plan = ShardPlan.of(
+            key,
+            partial.size_bytes,
+            self._spreading.piece_bytes,
+            partial.written_ranges,
+            urgent=key in self._callbacks,
+        )
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        receipt = _Receipt(plan, partial, only, ended, plan.done, resumed=bool(partial.written_bytes))
+        self._receipts[key], self._spreading.plans[key] = receipt, plan
+        try:
+            if self._looking is None or self._looking.done():
+                self._look_up()
+                self._looking = self._tasks.spawn(self._look_around())
+            self._look_at(receipt)
+            if plan.complete:
+                ended.set_result(True)
+            self._pump()
+            if not await ended:
+                return None
+            del self._spreading.plans[key]
+            await self._in_thread(partial.commit, plan.piece_bytes)
+            return receipt
         except StoreFull:
             partial.abandon()
             raise
         finally:
-            for one in workers:
-                one.cancel()  # what a lost source sends late overwrites nothing of the next one's
-        if await asyncio.to_thread(partial.commit):
-            return True
-        self._journal.event("bad_shard", shard=known.manifest.shard_digests[key[1]].hex(), source=address)
-        return False
+            self._spreading.plans.pop(key, None)
+            del self._receipts[key]
+            for task in receipt.tasks.values():
+                task.cancel()  # what a slow source sends late overwrites nothing of the next one's
 
-    async def close(self) -> None:
-        await self._tasks.close()
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def _look_around(self) -> None:
+        """While anything is on its way: who has it now, and who is silent."""
+        while self._receipts:
+            self._look_up()
+            self._spreading.forget(self._addresses)
+            for receipt in list(self._receipts.values()):
+                self._look_at(receipt)
+            self._ask_receivers()
+            self._pump()
+            await asyncio.sleep(LOOK_S)
+
+    def _look_up(self) -> None:
+        self._addresses = {r.peer_id: r.bulk_address for r in self._members() if r.bulk_address}
+
+    def _look_at(self, receipt: _Receipt) -> None:
+        """Sources of one shard, as they are known now."""
+        plan, now_s = receipt.plan, time.monotonic()
+        able = {p for p in self._addresses if self._avoid_until_s.get(p, 0.0) <= now_s}
+        sources = [p for p in self.sources(plan.key) if p in able] if plan.key[0] in self._known else []
+        trusted = [p for p in sources if self._distrust_until_s.get(p, 0.0) <= now_s]
+        if receipt.only is not None:
+            plan.holders = frozenset([receipt.only]).intersection(sources)
+            plan.receivers.clear()
+            return
+        plan.holders = frozenset(trusted or sources)
+        placed = self._known[plan.key[0]].placed if plan.key[0] in self._known else None
+        receivers = [p for p in (placed.holders(plan.key[1]) if placed else ()) if p not in plan.holders]
+        plan.share(self._me, receivers, self._spreading.block_pieces)
+        for peer_id in [p for p in plan.receivers if p not in receivers]:
+            del plan.receivers[peer_id]
+
+    def _ask_receivers(self) -> None:
+        """Those who should be receiving the same shards are asked what they have of them."""
+        asked: dict[tuple[str, bytes], None] = {}
+        for key, receipt in self._receipts.items():
+            known = self._known.get(key[0])
+            if (
+                known is None
+                or known.placed is None
+                or receipt.only
+                or len(receipt.plan.holders) >= ENOUGH_HOLDERS
+            ):
+                continue
+            for peer_id in known.placed.holders(key[1]):
+                if peer_id != self._me and peer_id in known.others and peer_id not in receipt.plan.holders:
+                    asked[peer_id, key[0]] = None
+        for peer_id, dataset in list(asked)[:MOST_ASKED]:
+            address = self._addresses.get(peer_id)
+            if address is not None and (peer_id, dataset) not in self._asking_parts:
+                self._asking_parts.add((peer_id, dataset))
+                self._tasks.spawn(self._ask_parts(peer_id, dataset, address))
+
+    async def _ask_parts(self, peer_id: str, dataset: bytes, address: str) -> None:
+        try:
+            total, data = await self._bulk.fetch(
+                address, BulkKind.PARTS, digest=dataset, offset=0, size=PARTS_BYTES
+            )
+            if total != len(data):
+                raise RemoteProtocolError(f"{total} bytes of what it has")
+            parts = codec.unpack_value(Parts, bytes(data), PARTS_BYTES)
+            for shard, ranges in parts.shards:
+                receipt = self._receipts.get((dataset, shard))
+                trusted = self._distrust_until_s.get(peer_id, 0.0) <= time.monotonic()
+                if receipt is not None and receipt.only is None and trusted:
+                    receipt.plan.receivers[peer_id] = receipt.plan.pieces_within(ranges)
+            self._pump()
+        except (SourceLostError, RemoteProtocolError) as error:
+            log.debug("parts at %s: %s", address, error)
+        finally:
+            self._asking_parts.discard((peer_id, dataset))
+
+    def _pump(self) -> None:
+        """Ask for whatever can be asked for now."""
+        self._admit()
+        now_s = time.monotonic()
+        busy = self.yields() and (now_s < self._rest_until_s or self._spreading.background_asked() > 0)
+        able = {p for plan in self._spreading.plans.values() for p in (*plan.holders, *plan.receivers)}
+        peers = [p for p in able if self._avoid_until_s.get(p, 0.0) <= now_s and p in self._addresses]
+        while peers:
+            peers.sort(key=lambda p: (self._spreading.asked_bytes(p), *self._place(p)))
+            for peer_id in list(peers):
+                ask = self._spreading.next_ask(peer_id, now_s, urgent_only=busy)
+                if ask is None:
+                    peers.remove(peer_id)
+                    continue
+                receipt = self._receipts[ask.key]
+                receipt.tasks[ask] = self._tasks.spawn(self._ask(ask, receipt, self._addresses[peer_id]))
+                busy = busy or (self.yields() and not receipt.plan.urgent)
+        for receipt in list(self._receipts.values()):
+            if receipt.plan.stuck() and not receipt.ended.done():
+                receipt.ended.set_result(False)
+
+    def _place(self, peer_id: str) -> tuple[int, str]:
+        """Peers begin with different sources."""
+        return (int(peer_id[:8], 16) - int(self._me[:8], 16)) % (1 << 32), peer_id
+
+    async def _ask(self, ask: Ask, receipt: _Receipt, address: str) -> None:
+        """One range from one source, into the file."""
+        plan, spreading = receipt.plan, self._spreading
+        try:
+            total, data = await self._bulk.fetch(
+                address,
+                BulkKind.SHARD,
+                digest=ask.key[0],
+                part=ask.key[1],
+                offset=ask.offset,
+                size=ask.size,
+            )
+            if total != plan.size_bytes:
+                raise SourceLostError(f"{address} has {total} bytes of it, not {plan.size_bytes}")
+            news, superfluous = spreading.taken(ask)
+            for other in superfluous:
+                receipt.tasks[other].cancel()
+            if news:
+                await self._in_thread(receipt.partial.write, ask.offset, data)
+                receipt.written |= ask.pieces
+                if receipt.written == plan.all and not receipt.ended.done():
+                    receipt.ended.set_result(True)
+            spreading.answered(ask, time.monotonic())
+        except SourceLostError as error:
+            log.info("shard %d of %s: %s", ask.key[1], ask.key[0].hex()[:12], error)
+            self._failed(ask, plan, silent=isinstance(error, SourceSilentError))
+        except UserError as error:  # the disk
+            if not receipt.ended.done():
+                receipt.ended.set_exception(error)
+        finally:
+            spreading.dropped(ask)
+            receipt.tasks.pop(ask, None)
+            if not plan.urgent and self.yields():
+                self._rest_until_s = time.monotonic() + YIELD_REST * (time.monotonic() - ask.at_s)
+            self._pump()
+
+    def _failed(self, ask: Ask, plan: ShardPlan, *, silent: bool) -> None:
+        if ask.peer_id in plan.holders:
+            plan.lacking.add(ask.peer_id)
+        plan.receivers.pop(ask.peer_id, None)
+        if silent:
+            self._avoid_until_s[ask.peer_id] = time.monotonic() + SILENT_S

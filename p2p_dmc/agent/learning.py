@@ -176,6 +176,11 @@ class Learning:
         self.barrier.next_round()
         self._say()
 
+    @property
+    def reducing(self) -> bool:
+        """Whether the trainer is reducing."""
+        return self._reducing is not None and not self._broken
+
     def group_failed(self) -> None:
         """Whoever has left the view answers my header with the next one."""
         self._reducing, self._broken = None, True

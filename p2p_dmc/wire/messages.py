@@ -232,6 +232,7 @@ class BulkKind(IntEnum):
     MANIFEST = 0
     SHARD = 1
     STATE = 2
+    PARTS = 3  # what the peer has of shards that it is receiving
 
 
 @message
