@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ from p2p_dmc.data.disk import (
 )
 from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest
 from p2p_dmc.data.partial import PART_SUFFIX, PartialShard
+from p2p_dmc.data.versions import is_clash, link, versions
 from p2p_dmc.errors import RemoteProtocolError, UserError
 
 __all__ = ["PartialShard", "ShardMissing", "Stamp", "Store", "StoreFull"]
@@ -50,13 +52,20 @@ _DATASET_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 class _Dataset:
     """What is known in memory about one data set. Invariant: ``held`` names shards whose file is whole."""
 
-    __slots__ = ("folder", "held", "manifest", "partial")
+    __slots__ = ("_places", "folder", "held", "manifest", "partial")
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.held: set[int] = set()
         self.partial: dict[int, PartialShard] = {}
+        self._places: dict[bytes, int] | None = None
+
+    def place_of(self, shard_digest: bytes) -> int | None:
+        """The index of a shard that another version has too."""
+        if self._places is None:
+            self._places = {digest: index for index, digest in enumerate(self.manifest.shard_digests)}
+        return self._places.get(shard_digest)
 
     def path(self, shard_index: int) -> Path:
         digests = self.manifest.shard_digests
@@ -80,6 +89,8 @@ class Store:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.RLock()
         self._datasets: dict[bytes, _Dataset] = {}
+        self._copies: Counter[bytes] = Counter()
+        """Of each shard held, in how many versions of a data set: they share its file."""
         self._used_bytes = 0  # held and reserved
         self._unwritten_bytes = 0  # reserved and not on the disk yet
         self.damaged: list[Path] = []
@@ -106,6 +117,8 @@ class Store:
                     self.damaged.append(folder)
                 else:
                     self._adopt(folder, manifest)
+        for dataset in self._datasets.values():
+            self._share(dataset, frozenset(dataset.held))
 
     def _adopt(self, folder: Path, manifest: Manifest) -> None:
         """Take a data set in: list its shards, remove what an earlier life left unfinished."""
@@ -138,15 +151,10 @@ class Store:
         return self._dataset(dataset).manifest
 
     def by_name(self, name: str) -> Manifest | None:
-        """The data set of that name, None when there is none. Raises UserError when the name is ambiguous."""
+        """The newest version of that name, None when there is none. Raises UserError when the name is ambiguous."""
         with self._lock:
-            found = sorted(digest for digest, one in self._datasets.items() if one.manifest.name == name)
-        if len(found) > 1:
-            digests = " and ".join(digest.hex() for digest in found)
-            raise UserError(
-                f"{name!r}: different data sets of this name, {digests}; seed one under another --name"
-            )
-        return self.manifest(found[0]) if found else None
+            found = versions([one.manifest for one in self._datasets.values()], name)
+        return found[0] if found else None
 
     def add_manifest(self, manifest: Manifest) -> None:
         """Make a data set known and durable. Nothing happens if it is known already."""
@@ -159,6 +167,13 @@ class Store:
                 write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
                 sync_folder(self.root)
                 self._adopt(folder, manifest)
+            self._take_shared(manifest)
+
+    def _take_shared(self, manifest: Manifest) -> None:
+        """A data set that has come: what other versions of it hold it holds too."""
+        for other in list(self._datasets.values()):
+            if other.manifest.first == manifest.first:
+                self._share(other, frozenset(other.held))
 
     def _dataset(self, dataset: bytes) -> _Dataset:
         with self._lock:
@@ -209,10 +224,10 @@ class Store:
             with path.open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), size, offset)
         except OSError as error:
-            self.drop(dataset, shard_index)
+            self._drop_damaged(dataset, shard_index)
             raise ShardMissing(f"{str(path)!r}: {error.strerror}") from error
         if len(data) != size:
-            self.drop(dataset, shard_index)
+            self._drop_damaged(dataset, shard_index)
             raise ShardMissing(f"{str(path)!r}: the file is shorter than the manifest says")
         return data
 
@@ -228,7 +243,7 @@ class Store:
                     return True
         except OSError:
             pass  # unreadable is as good as damaged: another replica has it
-        self.drop(dataset, shard_index)
+        self._drop_damaged(dataset, shard_index)
         return False
 
     def stamp(self, dataset: bytes, shard_index: int) -> Stamp | None:
@@ -246,8 +261,24 @@ class Store:
         with self._lock:
             if shard_index in one.held:
                 one.held.discard(shard_index)
-                self._used_bytes -= one.manifest.shard_sizes[shard_index]
+                digest = one.manifest.shard_digests[shard_index]
+                self._copies[digest] -= 1
+                if not self._copies[digest]:
+                    del self._copies[digest]
+                    self._used_bytes -= one.manifest.shard_sizes[shard_index]
                 path.unlink(missing_ok=True)
+
+    def _drop_damaged(self, dataset: bytes, shard_index: int) -> None:
+        """Of every version that has this file."""
+        stamp = self.stamp(dataset, shard_index)
+        one = self._dataset(dataset)
+        with self._lock:
+            for digest, other in self._datasets.items():
+                if other is not one and other.manifest.first == one.manifest.first:
+                    at = other.place_of(one.manifest.shard_digests[shard_index])
+                    if at is not None and (stamp is None or self.stamp(digest, at) == stamp):
+                        self.drop(digest, at)
+            self.drop(dataset, shard_index)
 
     # -- what is on its way ------------------------------------------------------------------------------
 
@@ -319,11 +350,26 @@ class Store:
             self._used_bytes -= one.manifest.shard_sizes[shard_index]
             if held:
                 self._hold(one, shard_index)
+                self._share(one, frozenset({shard_index}))
 
     def _hold(self, one: _Dataset, shard_index: int) -> None:
         if shard_index not in one.held:
             one.held.add(shard_index)
-            self._used_bytes += one.manifest.shard_sizes[shard_index]
+            digest = one.manifest.shard_digests[shard_index]
+            self._copies[digest] += 1
+            if self._copies[digest] == 1:
+                self._used_bytes += one.manifest.shard_sizes[shard_index]
+
+    def _share(self, one: _Dataset, shards: frozenset[int]) -> None:
+        """These shards of a data set are held by its other versions too that list them: one file, several names."""
+        for other in self._datasets.values():
+            if other is one or other.manifest.first != one.manifest.first:
+                continue
+            for index in shards:
+                at = other.place_of(one.manifest.shard_digests[index])
+                free = at is not None and at not in other.held and at not in other.partial
+                if at is not None and free and link(one.path(index), other.path(at)):
+                    self._hold(other, at)
 
     # -- making a data set -------------------------------------------------------------------------------
 
@@ -378,7 +424,7 @@ class Store:
         """
         with self._lock:
             other = self.by_name(manifest.name)
-            if other is not None and other.digest != manifest.digest:
+            if other is not None and is_clash(other, manifest):
                 digests = f"{other.digest.hex()} is here and {manifest.digest.hex()} is new"
                 raise UserError(
                     f"{manifest.name!r}: another data set has this name, {digests}; use another --name"
@@ -394,6 +440,7 @@ class Store:
                     os.rename(staging, folder)
                     sync_folder(self.root)
                     self._adopt(folder, manifest)
+            self._take_shared(manifest)
 
     def _take_missing(self, staging: Path, one: _Dataset) -> None:
         for index, digest in enumerate(one.manifest.shard_digests):
