@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import click
 
 from p2p_dmc import __version__
 from p2p_dmc.config import DOMAIN as FAILURE_DOMAIN
-from p2p_dmc.config import parse_size
+from p2p_dmc.config import parse_rate, parse_size
 from p2p_dmc.errors import UserError
 
 EXIT_INTERRUPTED = 130
@@ -25,18 +26,18 @@ else:
 
 
 class Size(ParamType):
-    """Bytes; the word ``auto`` too, where that is allowed."""
+    """Bytes, or bytes a second; the word ``auto`` too, where that is allowed."""
 
     name = "size"
 
-    def __init__(self, auto: bool = False) -> None:
-        self._auto = auto
+    def __init__(self, auto: bool = False, parse: Callable[[str], int] = parse_size) -> None:
+        self._auto, self._parse = auto, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if isinstance(value, int) or (self._auto and value == "auto"):
             return value  # type: ignore[no-any-return] # an int or "auto"
         try:
-            return parse_size(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(f"{error}{', or auto' if self._auto else ''}", param, ctx)
 
@@ -107,6 +108,15 @@ INSECURE = click.option(
 )
 CAPACITY = click.option(
     "--capacity", type=Size(), default="100GiB", show_default=True, help="Disk space offered for shards."
+)
+MAX_UPLOAD = click.option(
+    "--max-upload",
+    type=Size(parse=parse_rate),
+    metavar="RATE",
+    help="At most so much of shards and states is sent, for example 20MB/s or 100Mbit/s; default: what the link takes.",
+)
+MAX_DOWNLOAD = click.option(
+    "--max-download", type=Size(parse=parse_rate), metavar="RATE", help="At most so much of them is fetched."
 )
 DOMAIN = click.option(
     "--domain",
@@ -241,6 +251,8 @@ def main(ctx: click.Context, debug: bool) -> None:
 @ADVERTISE
 @INSECURE
 @CAPACITY
+@MAX_UPLOAD
+@MAX_DOWNLOAD
 @DOMAIN
 @click.option(
     "--peer-name", metavar="NAME", default=None, help="Name of this peer, for people; default the host's."
@@ -306,6 +318,8 @@ def seed_dataset(ctx: click.Context, /, path: Path, **options: Any) -> None:
 @ADVERTISE
 @INSECURE
 @CAPACITY
+@MAX_UPLOAD
+@MAX_DOWNLOAD
 @DOMAIN
 @HOME
 @JSON

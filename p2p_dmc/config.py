@@ -101,6 +101,23 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+LEAST_RATE = 1_000_000
+"""Less than this, bytes a second, and a range of a state takes longer than range_timeout_ms."""
+
+
+def parse_rate(text: str) -> int:
+    """Bytes a second of "20MB/s", "20MB", "100Mbit/s" or a plain number; ValueError with the accepted forms."""
+    words = text.strip().lower().removesuffix("/s")
+    bits = re.fullmatch(r"([\d.]+)\s*([kmg]?)(?:bit|bps)", words)
+    try:
+        rate = parse_size(f"{bits[1]}{bits[2]}b") // 8 if bits else parse_size(words)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a rate; write 20MB/s or 100Mbit/s") from None
+    if rate < LEAST_RATE:
+        raise ValueError(f"{text!r} is too slow to fetch anything; at least 1MB/s")
+    return rate
+
+
 def format_size(size_bytes: float) -> str:
     """ "17.3 MiB" and the like, for people."""
     value = float(size_bytes)

@@ -55,6 +55,8 @@ def join(*, words: tuple[str, ...], debug: bool, as_json: bool, **options: Any) 
                 seeds=seeds,
                 role=Role.TRAIN if job else Role.STORE,
                 capacity_bytes=options["capacity"],
+                max_upload=options["max_upload"],
+                max_download=options["max_download"],
                 domain=options["domain"],
                 **network,
             )

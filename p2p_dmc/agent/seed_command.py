@@ -56,6 +56,8 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             seeds=seeds,
             role=Role.STORE,
             capacity_bytes=options["capacity"],
+            max_upload=options["max_upload"],
+            max_download=options["max_download"],
             domain=options["domain"],
             stays=not options["leave_when_replicated"],
             **network,

@@ -136,6 +136,8 @@ def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
     [
         ("seed-dataset", "Missing argument 'PATH'"),
         ("seed-dataset tiny --capacity lots", "'lots' is not a size; write 64MiB, 100GiB"),
+        ("seed-dataset tiny --max-upload fast", "'fast' is not a rate; write 20MB/s or 100Mbit/s"),
+        ("join --max-download 1kB/s tcp://127.0.0.1:7400", "'1kB/s' is too slow to fetch anything; at least 1MB/s"),
         ("seed-dataset tiny --max-shard-size huge", "'huge' is not a size; write 64MiB, 100GiB or"),
         ("seed-dataset tiny --listen 7400", "'7400' is not an address; write tcp://HOST:PORT"),
         ("seed-dataset tiny --join tcp://127.0.0.1:7400,here", "'here' is not an address"),
@@ -159,8 +161,9 @@ def test_wrong_usage_exits_with_2(folder: Path, command: str, says: str) -> None
 
 OPTIONS = {
     "seed-dataset": "name mode depth max-shard-size replicas include domain listen join home json "
-    "leave-when-replicated",
-    "join": "run listen advertise home capacity domain min-peers backend quorum name insecure checkpoint-every json",
+    "leave-when-replicated max-upload max-download",
+    "join": "run listen advertise home capacity domain min-peers backend quorum name insecure checkpoint-every json "
+    "max-upload max-download",
     "status": "home json",
     "placement": "home json without",
     "leave": "home json",
