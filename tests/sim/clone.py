@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from p2p_dmc.agent.work import Work
@@ -160,12 +160,32 @@ class Values:
             return tuple([self.of(v) for v in vars(value).values()])
         return self.number(value)
 
-    def of_all(self, thing: Any, but: Iterable[str]) -> tuple[Any, ...]:
-        of = self.of
-        return tuple([v if type(v) in PLAIN else of(v) for k, v in vars(thing).items() if k not in but])
+    def of_all(
+        self, thing: Any, but: Collection[str], before: Any, known: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Of each field; what equals that of the thing `before`, whose stand-ins are `known`, is not made anew."""
+        fields = [k for k in vars(thing) if k not in but]
+        if before is None or len(fields) != len(known):
+            return tuple([self.of(v) for k, v in vars(thing).items() if k not in but])
+        own, old, of = vars(thing), vars(before), self.of_changed
+        return tuple([of(own[k], old[k], stand_in) for k, stand_in in zip(fields, known, strict=True)])
 
-    def host(self, host: Host) -> tuple[Any, ...]:
-        """All that its future depends on, as far as it is its own."""
+    def of_changed(self, value: Any, before: Any, known: Any) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if value is before or (kind is type(before) and kind not in PARTS and value == before):
+            return known
+        if kind in PARTS and kind is type(before):
+            return self.of_all(value, (), before, known)
+        return self.of(value)
+
+    def host(self, host: Host, before: Host | None = None, known: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """All that its future depends on, as far as it is its own.
+
+        `before`: a host in much the same state, if there is one, and its value: what has not changed is taken from
+        there.
+        """
         core, but, core_but = host.core, NOT_STATE, TRANSIENT
         early: Any = self.of(host.early)
         if self.brief:
@@ -177,8 +197,13 @@ class Values:
             )
         reducing = host.reducing and (host.reducing.view.view_id, host.reducing.round)
         heard = frozenset([(name, boot, ms) for name, (boot, ms, _) in host.heard.items()])
-        inner = None if core is None else self.of_all(core, core_but)
-        return self.of_all(host, but), inner, frozenset(host.models), heard, early, reducing
+        old = None if before is None else before.core
+        alike = old is not None and core is not None and (old.view is None) == (core.view is None)
+        inner = None
+        if core is not None:
+            inner = self.of_all(core, core_but, old if alike else None, known[1] if alike else ())
+        outer = self.of_all(host, but, before if alike else None, known[0] if alike else ())
+        return outer, inner, frozenset(host.models), heard, early, reducing
 
     def _of_use(self, core: Agreement | None, header: Header) -> bool:
         """Whether a view may yet be installed here for which a header came too early."""

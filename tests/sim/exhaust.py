@@ -33,6 +33,7 @@ Seconds are of CPU time.
 
 from __future__ import annotations
 
+import gc
 import marshal
 import time
 from array import array
@@ -234,16 +235,19 @@ def tidier(checkpoints: bool) -> Callable[[World], None]:
     return tidy
 
 
-def play(world: World, decision: Decision) -> None:
-    """One step, but for what follows on every step."""
+def play(world: World, decision: Decision, tidy: Callable[[World], None]) -> None:
+    """One step, and what follows on it; on each message, if several arrive."""
     match decision[0]:
         case "pass":
             time_passes(world)
         case "deliver":
-            for _ in range(len(world.network.flying[decision[1], decision[2]])):
+            for _ in range(len(world.network.flying[decision[1], decision[2]]) - 1):
                 apply(world, decision)
+                tidy(world)
+            apply(world, decision)
         case _:
             apply(world, decision)
+    tidy(world)
 
 
 def time_passes(world: World) -> None:
@@ -277,7 +281,7 @@ class Search:
         self.found = Found(variant)
         self.peers, self.victims = peers, victims
         self.tidy = tidier(checkpoints)
-        self.moves = Moves(begin(peers), play, self.tidy, PASS_MS, brief=brief)
+        self.moves = Moves(begin(peers), partial(play, tidy=self.tidy), self.tidy, PASS_MS, brief=brief)
         self.facts: list[Facts] = []
         self.first = self.moves.first
         self.seen = {_digest(self.first, Fate())}
@@ -340,8 +344,7 @@ class Search:
         told, world = "; ".join(map(written, path)), clone(self.moves.template)
         try:
             for decision in path:
-                play(world, decision)
-                self.tidy(world)
+                play(world, decision, self.tidy)
         except AssertionError as error:
             what = f"{error} after {told}"
             self.found.violations.append({"part": "exhaustive", "seed": 0, "what": what})
@@ -374,6 +377,7 @@ def explore_variant(
     brief: bool = True,
 ) -> Found:
     """All states in which one of the victims has crashed or will."""
+    gc.set_threshold(100_000, 20, 100)  # most of what there is stays
     return Search(variant, peers, victims, checkpoints=checkpoints, brief=brief).run(seconds)
 
 

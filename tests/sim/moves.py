@@ -5,12 +5,12 @@ once, under a number, and so is each distinct message; a state of the world (`Pl
 what they share (`Common`) and of the messages on each link. A step is played in a real world, by the product's code,
 the first time that it is taken from these states of these hosts; after that what came of it is looked up:
 
-A step is taken in parts, each of which happens at one host: a header is said, heard by one peer after the other, and
-looked at by its sender; a probe is a sign of life on both ends. A part depends on the state of its host, on the
-messages, and on who is up in which incarnation; if the checker or a reduction was looked at on the way (`Watched`
-notes that), on `Common`, too, and on what state each peer holds. Where a part turns out to concern more than its host,
-the step is played at once and depends on the states of all members of the view. So do, with the states of all hosts,
-the end of a download, and time.
+A step is taken in parts, each of which happens at one host: messages arrive one by one; a header is said, heard by one
+peer after the other, and looked at by its sender; a probe is a sign of life on both ends. A part depends on the state
+of its host, on the messages, and on who is up in which incarnation; if the checker or a reduction was looked at on the
+way (`Watched` notes that), on `Common`, too, and on what state each peer holds. Where a part turns out to concern more
+than its host, the step is played at once and depends on the states of all members of the view. So do, with the states
+of all hosts, the end of a download, and time.
 
 Nothing is left out: two states are the same only if all that anything depends on is equal (`clone.Values`), what the
 checker remembers included. `check_every`: so often is a step that could be looked up played again, in full, in a world
@@ -204,6 +204,7 @@ class Moves:
         """... and what it holds, besides."""
         self.views: list[bytes] = []
         """... and the view."""
+        self._host_values: list[Key] = []
         self.commons: list[Common] = []
         self.messages: list[Any] = []
         self._host_numbers: dict[Key, int] = {}
@@ -220,11 +221,16 @@ class Moves:
 
     # -- numbers -------------------------------------------------------------------------------------
 
-    def _host(self, host: Host) -> int:
-        value = self.values.host(host)
+    def _host(self, host: Host, before: int | None = None) -> int:
+        """`before`: the state of the host from which it comes."""
+        if before is None:
+            value = self.values.host(host)
+        else:
+            value = self.values.host(host, self.hosts[before], self._host_values[before])
         number = self._host_numbers.setdefault(value, len(self.hosts))
         if number == len(self.hosts):
             self.hosts.append(host)
+            self._host_values.append(value)
             self.up.append(2 * host.boot + (host.core is not None))
             self.holds.append((host.boot, host.core is not None, self.values.number(host.held)))
             self.views.append(host.view.view_id if host.view is not None else b"")
@@ -334,7 +340,9 @@ class Moves:
         kind, me = decision[0], self.index[decision[1]] if len(decision) > 1 else -1
         match kind:
             case "deliver":
-                self._part(place, way, decision, self.index[decision[2]], queue)
+                for message in queue:
+                    if not way.violation:
+                        self._part(place, way, decision, self.index[decision[2]], (message,))
             case "crash" | "restart" | "refused" | "suspect" | "finish":
                 self._part(place, way, decision, me, ())
             case "probe":
@@ -432,16 +440,19 @@ class Moves:
             if kind in ("hear", "look", "told", "hears"):
                 what = self.messages[queue[0]] if queue else None
                 world.part(kind, world.hosts[decision[1]], world.hosts[decision[2]], what)
+                self.tidy(world)
             else:
                 self.play(world, decision)
-            self.tidy(world)
         except AssertionError as error:
             return Change(violation=str(error)), True
         except Wide:
             return WIDE, "looked" in vars(world)
         looked = "looked" in vars(world)
         numbers = [
-            self._host(host) if only is None or i in only else place.hosts[i]
+            place.hosts[i]
+            if only is not None and i not in only
+            # a step that is played to check on others relies on nothing that they do
+            else self._host(host, place.hosts[i] if only is not None else None)
             for i, host in enumerate(world.hosts.values())
         ]
         hosts = tuple([(i, number) for i, number in enumerate(numbers) if number != place.hosts[i]])

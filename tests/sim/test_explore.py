@@ -41,8 +41,7 @@ def plainly(peers: list[str]) -> tuple[set[Any], set[Any], int]:
         for decision in exhaust.steps(hosts, sorted(world.network.flying), flowed, fate, passes, peers):
             new, later = clone(world), fate.after(decision)
             try:
-                exhaust.play(new, decision)
-                tidy(new)
+                exhaust.play(new, decision, tidy)
             except AssertionError:
                 wrong, moved = wrong + 1, True
                 continue
