@@ -19,6 +19,14 @@ class BarrierResult:
 
     @property
     def weights(self) -> tuple[int, ...]:
+        """Samples that each member adds to the average."""
+        return tuple(
+            h.trained if h.finite and votes else 0 for h, votes in zip(self.headers, self.voting, strict=True)
+        )
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """How far each member's cursor moves: with the samples that it skipped."""
         return tuple(
             h.samples if h.finite and votes else 0 for h, votes in zip(self.headers, self.voting, strict=True)
         )

@@ -6,6 +6,7 @@ a learner afterwards, from the headers that it kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_dmc.agent.barrier import BarrierResult
@@ -13,7 +14,7 @@ from p2p_dmc.agent.work import Work
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import RoundFacts, TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import View
-from p2p_dmc.core.braids import Braid, unordered
+from p2p_dmc.core.braids import Braid, part, size, unordered
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.wire.messages import RoundHeader
 
@@ -46,8 +47,16 @@ class Course:
 
     def outcome(self, result: BarrierResult) -> Outcome:
         """Of the round whose headers these are. Nothing changes here."""
-        counted = tuple(self.work.next_of(i, w) for i, w in enumerate(result.weights))
-        ledger = self.ledger.advance(unordered(braid for part in counted for braid in part))
+        parts = [
+            divide(self.work.next_of(i, samples), header.skipped if samples else ())
+            for i, (samples, header) in enumerate(zip(result.consumed, result.headers, strict=True))
+        ]
+        counted, skipped = zip(*parts, strict=True)
+        ledger = self.ledger
+        if any(skipped):
+            ledger = ledger.skip(unordered(braid for braids in skipped for braid in braids))
+        if any(counted):
+            ledger = ledger.advance(unordered(braid for braids in counted for braid in braids))
         quarantined = ledger.progress()[1]
         for i, header in enumerate(result.headers):
             struck = () if header.finite else self.work.next_of(i, header.samples)
@@ -69,10 +78,26 @@ class Course:
         if outcome.ledger.epoch != self.ledger.epoch and not outcome.ledger.done:
             self.work = Work.for_epoch(self.view, self.me, outcome.ledger, self.speeds)
         elif not outcome.ledger.done:
-            self.work.advance(result.weights)
+            self.work.advance(result.consumed)
             if not result.headers[self.me].finite:
                 self.work.drop_leases()
         self.ledger, self.tau = outcome.ledger, outcome.tau
+
+
+def divide(
+    consumed: Sequence[Braid], skipped: Sequence[tuple[int, int]]
+) -> tuple[tuple[Braid, ...], tuple[Braid, ...]]:
+    """What a member consumed, as what it trained on and what it ``skipped``: [lo, hi) in the order of consumption."""
+    if not skipped:
+        return tuple(consumed), ()
+    left_out: list[Braid] = []
+    trained: list[Braid] = []
+    done = 0
+    for lo, hi in skipped:
+        trained += part(consumed, done, lo)
+        left_out += part(consumed, lo, hi)
+        done = hi
+    return (*trained, *part(consumed, done, size(consumed))), tuple(left_out)
 
 
 def facts(header: RoundHeader) -> RoundFacts:
@@ -82,7 +107,7 @@ def facts(header: RoundHeader) -> RoundFacts:
             samples=0, steps=header.steps, loss_sum_micro=0, compute_us=header.compute_us, comm_us=0
         )
     return RoundFacts(
-        samples=header.samples,
+        samples=header.trained,
         steps=header.steps,
         loss_sum_micro=header.loss_sum_micro,
         compute_us=header.compute_us,

@@ -85,7 +85,7 @@ class Run:
         """What this peer said last of a group that it dropped: again to whoever stands at that view's barrier."""
         self._unproven: set[int] = set()
         """Epochs of views in a row whose reduction failed while this peer was learning."""
-        self._early_lease: int | None = None
+        self._early_lease: local.LeaseRequest | None = None
         self._tasks = Tasks(self._failed)
         self.spawn = self._tasks.spawn
 
@@ -194,15 +194,15 @@ class Run:
 
     def _lease(self, message: local.LeaseRequest) -> None:
         if self.training is not None and not self.training.frozen:
-            self.training.lease(message.samples)
+            self.training.lease(message.samples, message.ahead)
         else:
-            self._early_lease = message.samples
+            self._early_lease = message
 
     def serve_early_lease(self) -> None:
         """The trainer asked before there was a view to hand it anything out of."""
         if self._early_lease is not None and self.training is not None:
-            samples, self._early_lease = self._early_lease, None
-            self.training.lease(samples)
+            early, self._early_lease = self._early_lease, None
+            self.training.lease(early.samples, early.ahead)
 
     def _round_result(self, message: local.RoundResult) -> None:
         training = self.training

@@ -15,12 +15,13 @@ from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
-from p2p_dmc.core.braids import Braid, size, unordered
+from p2p_dmc.core.braids import Braid, part, size, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import (
+    MAX_SKIPPED,
     Lease,
     LeaseEnd,
     Reduce,
@@ -35,6 +36,8 @@ AHEAD = 4
 SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
 
+
+MOST_LEASED = 1 << 20
 
 BAD_ROUNDS = 3
 """So many rounds in a row without a finite delta are no accident of one sample: the peer leaves the run."""
@@ -110,7 +113,8 @@ class Training:
         self._stale = False
         """Samples of the assignment were quarantined: the next barrier changes the view."""
         self._said_at_s = 0.0
-        self._lease_wanted: tuple[int, float] | None = None
+        self._lease_wanted: tuple[int, int, float] | None = None
+        """Samples, samples ahead of them, since when."""
 
     @property
     def ledger(self) -> Ledger:
@@ -134,9 +138,13 @@ class Training:
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    def lease(self, samples: int) -> None:
-        """The trainer asks for samples."""
-        self._lease_wanted = (max(1, min(samples, 1 << 20)), time.monotonic())
+    def lease(self, samples: int, ahead: int = 0) -> None:
+        """The trainer asks for samples, and which ``ahead`` follow them as far as that is known."""
+        self._lease_wanted = (
+            max(1, min(samples, MOST_LEASED)),
+            max(0, min(ahead, MOST_LEASED)),
+            time.monotonic(),
+        )
         self.serve_lease()
 
     def serve_lease(self) -> None:
@@ -148,7 +156,7 @@ class Training:
         if self._stale:  # what it would get next may be what was just quarantined
             self._end_lease()
             return
-        samples, since_s = self._lease_wanted
+        samples, ahead, since_s = self._lease_wanted
         wanted = self.work.peek(samples)
         ready = self._ready(wanted)
         if wanted and not ready and time.monotonic() - since_s < SHARD_PATIENCE_S:
@@ -157,8 +165,11 @@ class Training:
             self._end_lease()
             return
         self._lease_wanted = None
-        self.host.to_trainer(Lease(epoch=self.ledger.epoch, braids=plain(self.work.lease(ready))))
-        self._ready(self.work.peek(AHEAD * samples))
+        leased = plain(self.work.lease(ready))
+        following = self.work.peek(max(AHEAD * samples, ahead))
+        known = plain(part(following, 0, min(ahead, self._ready(following))))
+        left = self.work.assignment.length(self.me) - self.work.leased
+        self.host.to_trainer(Lease(epoch=self.ledger.epoch, braids=leased, ahead=known, left=left))
 
     def _ready(self, wanted: Sequence[Braid]) -> int:
         """How many samples in a row have their shards here. The others' are fetched, the first of them first."""
@@ -189,6 +200,7 @@ class Training:
             raise RemoteProtocolError(
                 f"the trainer says it consumed {said.samples} samples, more than it was given"
             )
+        check_skipped(said.skipped, said.samples)
         if said.compute_us > 0 and said.samples > 0:
             fresh = said.samples * 1_000_000 // said.compute_us
             self.measured.speed = (
@@ -203,6 +215,7 @@ class Training:
                 loss_sum_micro=said.loss_sum_micro,
                 compute_us=said.compute_us,
                 finite=said.finite,
+                skipped=said.skipped,
             )
         )
 
@@ -215,6 +228,7 @@ class Training:
         compute_us: int,
         finite: bool,
         final: bool = False,
+        skipped: tuple[tuple[int, int], ...] = (),
     ) -> RoundHeader:
         return RoundHeader(
             view_epoch=self.view.view_epoch,
@@ -234,6 +248,7 @@ class Training:
             change=self.host.change_wanted(),
             closing=self.host.closing(),
             final=final,
+            skipped=skipped,
         )
 
     def _say(self, header: RoundHeader) -> None:
@@ -430,6 +445,7 @@ class Training:
             counted=[braid for part in outcome.counted for braid in plain(part)],
             weights=list(result.weights),
             skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
+            samples_skipped=sum(len(s) for _, s in given_up),
             speeds=list(self.course.speeds),
             tau_reason=self.held.tau.reason,
         )
@@ -444,10 +460,22 @@ class Training:
         self._reducing = None
 
 
+def check_skipped(skipped: Sequence[tuple[int, int]], samples: int) -> None:
+    """Places among the samples, sorted and apart from each other; RemoteProtocolError."""
+    end = -1
+    for lo, hi in skipped:
+        if not end < lo < hi <= samples:
+            raise RemoteProtocolError("skipped samples are not among those consumed, or out of order")
+        end = hi
+    if len(skipped) > MAX_SKIPPED:
+        raise RemoteProtocolError(f"{len(skipped)} stretches of skipped samples, at most {MAX_SKIPPED}")
+
+
 def check_header(header: RoundHeader) -> None:
     """Bounds of a header from the network; RemoteProtocolError."""
     numbers = (header.samples, header.steps, header.compute_us, header.comm_us, header.wait_us, header.round)
     if any(not 0 <= n < 1 << 53 for n in numbers) or abs(header.loss_sum_micro) >= 1 << 62:
         raise RemoteProtocolError("a header's number is out of range")
+    check_skipped(header.skipped, header.samples)
     if len(header.digest) != 16 or len(header.payload_spec) != 16:
         raise RemoteProtocolError("a header's digest has 16 bytes")

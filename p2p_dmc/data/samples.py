@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
-from p2p_dmc.data.index import ShardIndex
+from p2p_dmc.data.index import SampleEntry, ShardIndex
 from p2p_dmc.data.manifest import Manifest
 
 Sample = dict[str, str | bytes]
+
+MOST_GAPS = 2
+PAGE_BYTES = 4096
 
 
 class ShardDamaged(OSError):
@@ -36,22 +40,25 @@ class SampleReader:
         Raises IndexError for an index the manifest does not have, FileNotFoundError when the file is gone,
         ShardDamaged when it is too short.
         """
+        return self.read_many(path, manifest, shard_index, (sample_index,))[0]
+
+    def read_many(
+        self, path: Path, manifest: Manifest, shard_index: int, sample_indices: Sequence[int]
+    ) -> list[Sample]:
+        """Samples of one shard in the order asked for; they are read in the order of the file. Raises as `read`."""
         if shard_index < 0:
             raise IndexError(f"shard {shard_index}")
         shard = manifest.shards[shard_index]
-        if not 0 <= sample_index < shard.sample_count:
-            raise IndexError(f"sample {sample_index} of a shard with {shard.sample_count}")
-        descriptor = self._open(str(path))
-        entry = self._index(path, descriptor, shard.sample_count)[sample_index]
-        sample: Sample = {"__key__": entry.key, "__shard__": shard.digest.hex()}
-        for extension, offset, size in entry.fields:
-            data = os.pread(descriptor, size, offset)
-            while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
-                data += more  # one read returns at most 2 GiB
-            if len(data) < size:
-                raise ShardDamaged(f"{str(path)!r}: field {extension!r} of sample {entry.key!r} is cut short")
-            sample[extension] = data
-        return sample
+        for sample_index in sample_indices:
+            if not 0 <= sample_index < shard.sample_count:
+                raise IndexError(f"sample {sample_index} of a shard with {shard.sample_count}")
+        descriptor, name = self._open(str(path)), shard.digest.hex()
+        index = self._index(path, descriptor, shard.sample_count)
+        entries = [index[sample_index] for sample_index in sample_indices]
+        samples: list[Sample] = [{}] * len(entries)
+        for place in sorted(range(len(entries)), key=lambda i: entries[i].fields[0][1]):
+            samples[place] = _sample(path, descriptor, entries[place], name)
+        return samples
 
     def close(self) -> None:
         """Close all files. The reader can be used again."""
@@ -74,11 +81,18 @@ class SampleReader:
             self._close(descriptor)
             descriptor = None
         if descriptor is None:
+            self._close_deleted()
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors[name] = descriptor
         if len(self._descriptors) > self._max_open:
             self._close(self._descriptors.popitem(last=False)[1])
         return descriptor
+
+    def _close_deleted(self) -> None:
+        """The disk gets their room back only then."""
+        for name, descriptor in list(self._descriptors.items()):
+            if os.fstat(descriptor).st_nlink == 0:
+                self._close(self._descriptors.pop(name))
 
     def _index(self, path: Path, descriptor: int, sample_count: int) -> ShardIndex:
         index = self._indexes.get(descriptor)
@@ -99,6 +113,30 @@ def read_index(path: Path) -> ShardIndex:
             return ShardIndex.read(file.fileno())
         except ValueError as error:
             raise ShardDamaged(f"{str(path)!r}: {error}") from error
+
+
+def _sample(path: Path, descriptor: int, entry: SampleEntry, shard_name: str) -> Sample:
+    """Fields that lie close together, as a tar's do, cost one read."""
+    sample: Sample = {"__key__": entry.key, "__shard__": shard_name}
+    start = min(offset for _, offset, _ in entry.fields)
+    end = max(offset + size for _, offset, size in entry.fields)
+    if end - start > MOST_GAPS * sum(size for _, _, size in entry.fields) + PAGE_BYTES:
+        for extension, offset, size in entry.fields:
+            sample[extension] = _read(path, descriptor, offset, size, entry.key)
+        return sample
+    whole = _read(path, descriptor, start, end - start, entry.key)
+    for extension, offset, size in entry.fields:
+        sample[extension] = whole[offset - start : offset - start + size]  # all of it is no copy
+    return sample
+
+
+def _read(path: Path, descriptor: int, offset: int, size: int, key: str) -> bytes:
+    data = os.pread(descriptor, size, offset)
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
+        data += more  # one read returns at most 2 GiB
+    if len(data) < size:
+        raise ShardDamaged(f"{str(path)!r}: sample {key!r} is cut short")
+    return data
 
 
 def read_sample(

@@ -9,6 +9,7 @@ from typing import Any
 from p2p_dmc.config import format_size
 
 MOST_NAMES = 8
+MOST_KEYS = 3
 RATE_WINDOW_S = 10.0
 REASON_CHARACTERS = 160
 Line = dict[str, Any]
@@ -85,6 +86,11 @@ class Narrator:
     def _assignment(self, line: Line) -> list[str]:
         new, self._skipped = line["skipped"] - self._skipped, line["skipped"]
         return [f"{plural(new, 'sample')} of epoch {line['epoch'] + 1} will be skipped"] if new > 0 else []
+
+    def _given_up(self, line: Line) -> list[str]:
+        named, samples = line["keys"][:MOST_KEYS], line["samples"]
+        more = f" and {samples - len(named)} more" if samples > len(named) else ""
+        return [f"{plural(samples, 'sample')} skipped: {', '.join(map(repr, named))}{more}"]
 
     def _trainer_ready(self, line: Line) -> list[str]:
         return [f"trainer of run {line['run']!r} is ready"]

@@ -159,7 +159,8 @@ def _epoch_cells(run: Facts) -> tuple[str | None, str | None]:
     if epoch >= epochs:
         return f"{epochs} of {epochs}", "100%"
     share = (progress["counted"] + progress["skipped"]) / max(1, progress["total"])
-    return f"{epoch + 1} of {epochs}", f"{share:.0%}"
+    skipped = f", {progress['skipped']} skipped" if progress["skipped"] else ""
+    return f"{epoch + 1} of {epochs}", f"{share:.0%}{skipped}"
 
 
 def _render_dataset(dataset: Facts, names: dict[str, str], terminal: Terminal) -> None:

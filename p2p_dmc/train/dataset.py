@@ -16,15 +16,15 @@ class Dataset:
     """``len(data)`` and ``data.classes`` (folder names, sorted) come from the manifest.
 
     Iterating reads every sample once, in the shards' order and without the ledger, ``data.keys()`` their keys
-    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one ``bytes`` field per
-    extension.
+    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one
+    ``bytes`` field per extension.
     """
 
     def __init__(self, name: str, digest: bytes, manifest: Manifest, folder: Path, rounds: Rounds) -> None:
         self.name = name
         self.digest = digest
         self.manifest = manifest
-        self._folder = folder
+        self.folder = folder
         self._rounds = rounds
         self._reader = SampleReader()
 
@@ -37,7 +37,7 @@ class Dataset:
             try:
                 index = read_index(self._path(shard))
             except (FileNotFoundError, ShardDamaged):
-                index = read_index(self._fetch(shard))
+                index = read_index(self.fetch(shard))
             yield from index.keys()
 
     @property
@@ -55,12 +55,13 @@ class Dataset:
         try:
             return self._reader.read(self._path(shard), self.manifest, shard, index)
         except (FileNotFoundError, ShardDamaged):
-            return self._reader.read(self._fetch(shard), self.manifest, shard, index)
+            return self._reader.read(self.fetch(shard), self.manifest, shard, index)
 
     def _path(self, shard: int) -> Path:
-        return shard_path(self._folder, self.manifest.shards[shard].digest)
+        return shard_path(self.folder, self.manifest.shards[shard].digest)
 
-    def _fetch(self, shard: int) -> Path:
+    def fetch(self, shard: int) -> Path:
+        """Have the agent fetch a shard, or verify it, and wait for that; where it is."""
         self._rounds.send(ShardRequest(dataset=self.digest, shard=shard))
         ready = self._rounds.expect(ShardReady, lambda m: m.dataset == self.digest and m.shard == shard)
         return Path(ready.path)

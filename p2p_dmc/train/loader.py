@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
-from p2p_dmc.core.ledger import sample_permutation
-from p2p_dmc.data.samples import Sample
 from p2p_dmc.errors import UserError
+from p2p_dmc.train import source
 from p2p_dmc.train.dataset import Dataset
-from p2p_dmc.train.leases import Position
+from p2p_dmc.train.leases import Batch
+from p2p_dmc.train.prefetch import Pipe, WorkerSettings
+from p2p_dmc.train.source import Collate, Decode, Source
 from p2p_dmc.wire import trainer_messages as tm
 
 if TYPE_CHECKING:
     from p2p_dmc.train.session import Peer
 
-Decode = Callable[[Sample], Any]
-Collate = Callable[[list[Any]], Any]
+OnError = Literal["stop", "skip"]
+
+MOST_SKIPS_SAID = 10
+"""Skipped samples that are named one by one; later ones are counted."""
 
 
-class Loader:
-    """Iterating gives batches until the cluster's ledger says that all epochs are done; ``epochs()`` one by
-    one.
+class Loader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` whose sampler is the cluster's ledger.
 
-    How many batches this peer gets depends on its speed and on who else is there. The last batch of a stretch
-    of work may be short; nothing is padded or repeated. When the loop ends, the parameters are the final
-    anchor.
+    Iterating gives batches until the ledger says that all epochs are done; ``epochs()`` gives them one by one.
+    How many batches this peer gets depends on its speed and on who else is there. The last batch of a stretch of
+    work may be short; nothing is padded, repeated or dropped. A batch is consumed when the loop has it, not when a
+    worker has prepared it. When the loop ends, the parameters are the final anchor.
     """
 
     def __init__(
@@ -40,24 +43,66 @@ class Loader:
         epochs: int = 1,
         decode: Decode | None = None,
         seed: int = 0,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
+        *,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        on_error: OnError = "stop",
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("epochs", epochs, 1),
+            ("seed", seed, 0),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", 1 if prefetch_factor is None else prefetch_factor, 1),
+        ):
             if type(value) is not int or value < least:
                 raise UserError(f"{name} {value!r}: an integer from {least}")
+        if on_error not in ("stop", "skip"):
+            raise UserError(f'on_error {on_error!r}: "stop" or "skip"')
+        super().__init__(
+            data,  # type: ignore[arg-type]  # sized, and its samples are read by position
+            batch_size,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
         self._peer = peer
         self._rounds = peer._rounds
         self._data = data
         self._batch_size = batch_size
         self._epochs = epochs
-        self._decode = decode
         self._seed = seed
-        self._collate: Collate = collate or default_collate
-        self._orders: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._skips = 0
+        self._given = (0, 0)  # epoch, batches of it that the loop has got
+        made = Source(
+            manifest=data.manifest,
+            digest=data.digest,
+            folder=data.folder,
+            seed=seed,
+            decode=decode,
+            collate=self.collate_fn,
+            skip=on_error == "skip",
+        )
+        self._pipe = Pipe(made, WorkerSettings.of(self), peer.peer_id)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator's class
         for epoch in self.epochs():
             yield from epoch
+
+    def __len__(self) -> int:
+        """Batches of this peer in the current epoch, as far as can be foreseen: an estimate."""
+        return self.expected(min(self._rounds.epoch, self._epochs - 1))
 
     def epochs(self) -> Iterator[Epoch]:
         """The epochs that are left, each an iterable of batches; a resumed run starts where it stopped."""
@@ -71,15 +116,43 @@ class Loader:
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """This peer's batches until the ledger is past ``epoch``."""
-        leases = self._rounds.leases
-        while positions := self._next_positions(epoch):
-            generation = leases.generation
-            items = [self._item(position) for position in positions]
-            batch = _to_device(self._collate(items), self._peer.device)
-            if generation != leases.generation:  # a view came while a shard was fetched: they are others' now
-                continue
-            self._rounds.yielded += len(positions)
-            yield batch
+        leases, pipe = self._rounds.leases, self._pipe
+        try:
+            while self._lease(epoch):
+                batch = self._plan()[0]
+                kind, made, skipped, named = pipe.get(self._plan())
+                if kind == source.MISSING:
+                    pipe.forget()
+                    self._data.fetch(made)
+                    continue  # a view may have come meanwhile
+                if kind == source.FAILED:
+                    raise made.error()
+                self._check_skipped(batch, skipped, named)
+                leases.take(batch)
+                self._rounds.tally.hand_out(len(batch), skipped)
+                if kind == source.NOTHING:
+                    self._rounds.pass_over()
+                    continue
+                self._given = (epoch, self._given[1] + 1 if self._given[0] == epoch else 1)
+                yield _to_device(made, self._peer.device)
+        finally:
+            if not self.persistent_workers:
+                pipe.close()
+
+    def expected(self, epoch: int) -> int:
+        """Batches of this peer in that epoch, those that it has got included: what is leased or assigned to it, else
+        an even share.
+        """
+        leases, view = self._rounds.leases, self._rounds.view
+        given = self._given[1] if self._given[0] == epoch else 0
+        foreseen = leases.foreseen(epoch)
+        if foreseen is not None:
+            return given + -(-foreseen // self._batch_size)
+        return max(given, -(-len(self._data) // (self._batch_size * (view.world if view is not None else 1))))
+
+    def close(self) -> None:
+        """End the workers. Iterating starts them again."""
+        self._pipe.close()
 
     def _start(self) -> None:
         if self._rounds.started:
@@ -107,18 +180,21 @@ class Loader:
         self._rounds.start(ready, flat, optimizer.inner)
         optimizer.keep_state(self._peer._run_folder, self._peer._welcome.checkpoint_every_s)
 
-    def _next_positions(self, epoch: int) -> list[Position]:
-        """A batch's worth of samples of this peer's; none when the epoch is over."""
+    def _lease(self, epoch: int) -> bool:
+        """Wait until a batch's worth of samples of this peer's is leased; False when the epoch is over."""
         rounds, leases = self._rounds, self._rounds.leases
         rounds.poll()
         while not rounds.finished and rounds.epoch <= epoch:
             if leases.count >= self._batch_size or (leases.end is not None and leases.count):
-                return leases.take(self._batch_size)
+                return True
             if leases.end is None:
                 self._ask()
             else:
                 self._wait_out(leases.end)
-        return []
+        return False
+
+    def _plan(self) -> Sequence[Batch]:
+        return self._rounds.leases.plan(self._batch_size, self._pipe.depth + 1)
 
     def _await_end(self) -> None:
         """All epochs are done here: help with what is left to agree on, until the run ends or steps back."""
@@ -134,10 +210,11 @@ class Loader:
         if end.finished:
             self._rounds.take()
         else:
-            self._rounds.consume_yielded()
-            if self._rounds.samples and not self._rounds.ever_stepped:
+            tally = self._rounds.tally
+            tally.consume()
+            if tally.trained and not self._rounds.ever_stepped:
                 raise UserError(
-                    f"{self._rounds.samples} samples were handed out and the optimizer took no step: "
+                    f"{tally.trained} samples were handed out and the optimizer took no step: "
                     "call step(loss) of the dmc.Optimizer in the loop"
                 )
             self._rounds.synchronise()
@@ -148,7 +225,7 @@ class Loader:
         """
         rounds = self._rounds
         wanted = self._batch_size * max(1, rounds.tau - rounds.steps) - rounds.leases.count
-        request = tm.LeaseRequest(samples=max(1, wanted))
+        request = tm.LeaseRequest(samples=max(1, wanted), ahead=self._batch_size * self._pipe.depth)
         rounds.send(request)
         while not rounds.finished:
             message = rounds.take()
@@ -160,29 +237,21 @@ class Loader:
             if isinstance(message, tm.ViewStarted):
                 rounds.send(request)
 
-    def _item(self, position: Position) -> Any:
-        epoch, shard, place = position
-        sample = self._data.read(shard, self._order(epoch, shard)[place])
-        if self._decode is None:
-            return sample
-        try:
-            return self._decode(sample)
-        except Exception as error:
-            _add_note(error, f"in decode of sample {sample['__key__']!r} of shard {sample['__shard__']!r}")
-            raise
-
-    def _order(self, epoch: int, shard: int) -> tuple[int, ...]:
-        if (epoch, shard) not in self._orders:
-            self._orders = {key: order for key, order in self._orders.items() if key[0] == epoch}
-            count = self._data.manifest.sample_counts[shard]
-            self._orders[epoch, shard] = sample_permutation(
-                self._data.digest, self._seed, epoch, shard, count
+    def _check_skipped(self, batch: Batch, skipped: Sequence[int], named: Sequence[str]) -> None:
+        """Name the first that are skipped; UserError when there are more than a round can tell of."""
+        if len(self._rounds.tally.skipped) + len(skipped) > tm.MAX_SKIPPED and len(skipped) < len(batch):
+            raise UserError(
+                f"{len(skipped)} of the {len(batch)} samples of a batch cannot be decoded ({named[0]}): "
+                "mend decode, or the data"
             )
-        return self._orders[epoch, shard]
+        for line in named:
+            self._skips += 1
+            if self._skips <= MOST_SKIPS_SAID:
+                print(f"skipped: {line}", file=sys.stderr)
 
 
 class Epoch:
-    """One pass over the data; iterable once. ``index`` counts from 0."""
+    """One pass over the data; iterable once. ``index`` counts from 0, ``len()`` is an estimate."""
 
     def __init__(self, loader: Loader, index: int) -> None:
         self.index = index
@@ -191,12 +260,15 @@ class Epoch:
     def __iter__(self) -> Iterator[Any]:
         return self._loader.batches(self.index)
 
+    def __len__(self) -> int:
+        return self._loader.expected(self.index)
+
 
 def _to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
-        return batch.to(device)
+        return batch.to(device, non_blocking=batch.is_pinned())
     if isinstance(batch, dict):
         return {key: _to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -204,10 +276,3 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_to_device(value, device) for value in batch)
     return batch
-
-
-def _add_note(error: Exception, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f"{error!s} [{note}]",)

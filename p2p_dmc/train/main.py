@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
 from types import TracebackType
 
 from p2p_dmc.errors import UserError
+from p2p_dmc.train.processes import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_INTERRUPTED = 130
 REAP_WAIT_S = 1.0
 
 
 def main(argv: list[str]) -> int:
     """Run the script; its exit code. A user's error is one line, a stopped run is success."""
-    die_with_parent()
+    die_with_parent()  # where there is no such thing, the lifeline alone sees to it
     if not argv:
         print("usage: python -m p2p_dmc.train.main SCRIPT [ARGS...]", file=sys.stderr)
         return 2
@@ -43,12 +41,6 @@ def main(argv: list[str]) -> int:
             print(f"{type(error).__name__}: {error} ({'; '.join(notes)})", file=sys.stderr)
         return 1
     return 0
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the agent dies; elsewhere the lifeline alone sees to it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def leave(code: int) -> None:

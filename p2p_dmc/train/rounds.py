@@ -16,6 +16,7 @@ from p2p_dmc.train import state
 from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend, ring_bytes
 from p2p_dmc.train.leases import Leases
 from p2p_dmc.train.link import AgentLink
+from p2p_dmc.train.tally import Tally
 from p2p_dmc.wire import trainer_messages as tm
 
 T = TypeVar("T")
@@ -40,10 +41,9 @@ class Rounds:
         self.finished = False
         self.final_path: str | None = None
         self.lineage: tuple[int, int] | None = None  # of the last round that was complete here
-        self.samples = 0  # consumed since the last complete round
+        self.tally = Tally()
         self.steps = 0
         self.ever_stepped = False
-        self.yielded = 0  # in batches handed out, not stepped yet
         self._next_round = 0
         self._parked = False  # no local step until a view to train in has come
         self._learning: tm.ViewStarted | None = None  # the view to learn in
@@ -140,7 +140,7 @@ class Rounds:
                 self.leases.add(message)
             case tm.LeaseEnd():
                 if message.epoch <= self.epoch or message.finished:
-                    self.leases.end = message
+                    self.leases.stop(message)
                 self.epoch = max(self.epoch, message.epoch)  # a new epoch: the loader asks for that
             case _:
                 pass  # an answer that somebody waits for, or the late word of a round that is over
@@ -186,14 +186,15 @@ class Rounds:
         """Samples in hand are others' now; so is the gradient of those that were not stepped."""
         assert self._flat is not None
         self.leases.clear()
-        self.yielded = 0
+        self.tally.forget_handed_out()
         self._flat.clear_gradients()
 
     def _restart(self) -> None:
         """Local parameters := anchor, with nothing done since."""
         assert self._flat is not None
         self._flat.scatter(self._anchor)
-        self.samples = self.steps = self._compute_us = 0
+        self.tally.restart()
+        self.steps = self._compute_us = 0
         self._loss_sum = 0.0
         self._scratch_weight = None
 
@@ -201,8 +202,7 @@ class Rounds:
 
     def count_step(self, loss: torch.Tensor | float | None) -> None:
         """One local step is done: the samples handed out since the last one are consumed."""
-        count, self.yielded = self.yielded, 0
-        self.samples += count
+        count = self.tally.consume()
         self.steps += 1
         self.ever_stepped = True
         if isinstance(loss, torch.Tensor):
@@ -213,16 +213,18 @@ class Rounds:
         elif loss is not None:
             self._loss_sum = self._loss_sum + float(loss) * count
 
+    def pass_over(self) -> None:
+        """A batch of which every sample was skipped: it is due like a step, so that nobody waits for this peer."""
+        if self.tally.in_vain:
+            self.tally.consume()
+            self.steps += 1
+            self.after_step()
+
     def after_step(self) -> None:
         """The safe point after a local step: a round is due every tau steps."""
         self.poll()
-        if self.steps >= self.tau and not self.finished:
+        if (self.steps >= self.tau or self.tally.crowded) and not self.finished:
             self.synchronise()
-
-    def consume_yielded(self) -> None:
-        """At the end of the data what was handed out counts, stepped or not."""
-        self.samples += self.yielded
-        self.yielded = 0
 
     # -- the round -------------------------------------------------------------------------------------------
 
@@ -256,18 +258,19 @@ class Rounds:
         assert self.view is not None
         self.expected = False
         self._candidate = None
-        self._scale(self.samples)
+        self._scale(self.tally.trained)
         finite = state.all_finite(self._scratch)
         self._stop_computing()
         self.send(
             tm.RoundReady(
                 view_epoch=self.view.view_epoch,
                 round=self._next_round,
-                samples=self.samples,
+                samples=self.tally.consumed,
                 steps=self.steps,
                 loss_sum_micro=_micro(self._loss_sum),
                 compute_us=self._compute_us,
                 finite=finite,
+                skipped=tuple(self.tally.skipped),
             )
         )
 

@@ -24,13 +24,23 @@ from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train.collective import GroupKeeper
 from p2p_dmc.train.dataset import Dataset
 from p2p_dmc.train.link import AgentLink, LinkFailed
-from p2p_dmc.train.loader import Collate, Decode, Loader
+from p2p_dmc.train.loader import Loader, OnError
 from p2p_dmc.train.rounds import Rounds
+from p2p_dmc.train.source import Collate, Decode
 from p2p_dmc.wire import trainer_messages as tm
 
 if TYPE_CHECKING:
     from p2p_dmc.train.optimizer import Optimizer
 
+_SHUFFLED = "the order is the run's, shuffled by seed= and the same whoever takes part; leave it out"
+NOT_THE_SCRIPTS = {
+    "shuffle": _SHUFFLED,
+    "sampler": _SHUFFLED,
+    "batch_sampler": _SHUFFLED,
+    "generator": _SHUFFLED,
+    "drop_last": "no sample is dropped, and a short batch weighs what it has; leave it out",
+}
+"""Options of torch's DataLoader that a run settles, and why."""
 WELCOME_TIMEOUT_S = 30.0  # the agent is on this machine and does nothing slow
 
 
@@ -142,16 +152,37 @@ class Peer:
         epochs: int = 1,
         decode: Decode | None = None,
         seed: int = 0,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
+        *,
+        on_error: OnError = "stop",
+        num_workers: int = 0,
+        **torch_options: Any,
     ) -> Loader:
         """Batches of ``batch_size`` samples on ``device``, for ``epochs`` passes over the data by all peers
         together.
 
-        ``decode`` turns a sample (see ``Dataset``) into tensors, ``collate`` a list of those into a batch
+        ``decode`` turns a sample (see ``Dataset``) into tensors, ``collate_fn`` a list of those into a batch
         (torch's default). ``seed`` orders the data, the same on all peers. Parameters are the run's when the
-        first batch is there.
+        first batch is there. A sample that ``decode`` raises on ends the script, or with ``on_error="skip"`` it is
+        left out and counted as skipped. ``num_workers`` processes and ``torch_options`` (``prefetch_factor``,
+        ``pin_memory``, ``persistent_workers``, ``timeout``, ``worker_init_fn``, ``multiprocessing_context``) are as
+        torch's DataLoader has them.
         """
-        return Loader(self, data, batch_size, epochs, decode, seed, collate)
+        for name in torch_options:
+            if name in NOT_THE_SCRIPTS:
+                raise UserError(f"peer.loader({name}=...): {NOT_THE_SCRIPTS[name]}")
+        return Loader(
+            self,
+            data,
+            batch_size,
+            epochs,
+            decode,
+            seed,
+            collate_fn,
+            on_error=on_error,
+            num_workers=num_workers,
+            **torch_options,
+        )
 
     def close(self) -> None:
         """End the session with the agent; the optimizer's state is on disk then."""
@@ -160,6 +191,8 @@ class Peer:
         self._hang_up()
 
     def _hang_up(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
         self._send(tm.TrainerBye())
         self._groups.close()
         self._link.close()

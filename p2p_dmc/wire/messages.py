@@ -115,7 +115,7 @@ class RoundHeader:
     round: int
     digest: bytes  # of the state that the round starts from
     payload_spec: bytes  # of the flat buffer: a mismatch would abort the process inside gloo
-    samples: int
+    samples: int  # consumed: how far the sender's cursor moves
     steps: int
     loss_sum_micro: int
     compute_us: int
@@ -127,6 +127,13 @@ class RoundHeader:
     change: bool  # post no payload: a change of view is wanted
     closing: bool  # the run is to be stopped here
     final: bool  # nothing is left to train: this header only commits
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Samples that could not be decoded, [lo, hi) among those consumed: the ledger counts them as skipped."""
+
+    @property
+    def trained(self) -> int:
+        """Samples that the sender's delta comes from: its weight in the average."""
+        return self.samples - sum(hi - lo for lo, hi in self.skipped)
 
 
 @message

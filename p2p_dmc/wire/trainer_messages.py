@@ -11,6 +11,9 @@ from enum import IntEnum
 
 from p2p_dmc.wire.codec import message
 
+MAX_SKIPPED = 1024
+"""Stretches of skipped samples that one header tells of."""
+
 
 class Local(IntEnum):
     """What a new view means for the trainer's local parameters and the samples it has consumed or leased."""
@@ -91,9 +94,13 @@ class InitialWritten:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """Hand out about ``samples`` more samples of my assignment; answered by Lease, LeaseEnd, or after the next view."""
+    """Hand out about ``samples`` more samples of my assignment; answered by Lease, LeaseEnd, or after the next view.
+
+    ``ahead``: how many of those that follow are prepared ahead of need, so that it helps to know them.
+    """
 
     samples: int
+    ahead: int = 0
 
 
 @message
@@ -108,7 +115,10 @@ class ShardRequest:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReady:
-    """Local steps done. ``samples`` since the last complete round, ``loss_sum_micro`` = sum over samples, 1e-6."""
+    """Local steps done. ``samples`` since the last complete round, ``loss_sum_micro`` = sum over samples, 1e-6.
+
+    ``skipped``: which of the samples were not trained on, as [lo, hi) in the order of consumption, sorted.
+    """
 
     view_epoch: int
     round: int
@@ -117,6 +127,7 @@ class RoundReady:
     loss_sum_micro: int
     compute_us: int
     finite: bool
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 @message
@@ -248,10 +259,15 @@ class CancelGroup:
 class Lease:
     """These samples are this trainer's to consume, in this order: of the stretches (shard, lo, hi in epoch order) of a
     braid, all of one length, the first sample of each, then the second of each, and so on; then the next braid.
+
+    ``ahead``: what will probably be leased next, its shards are on this machine; it is nobody's yet. ``left``: samples
+    of the trainer's assignment that are not leased yet, unless a view changes that.
     """
 
     epoch: int
     braids: tuple[tuple[tuple[int, int, int], ...], ...]
+    ahead: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    left: int = 0
 
 
 @message

@@ -20,11 +20,17 @@ def test_leases_in_pieces_are_taken_in_the_order_of_the_whole(seed: int) -> None
         [Stretch(shard=i, lo=5, hi=5 + rng.randint(1, 30)) for i in range(rng.randint(1, 12))],
         rng.randint(1, 8),
     )
-    given, taken = 0, []
-    while len(taken) < size(braids):
-        more = rng.randint(1, 20)
-        leases.add(Lease(epoch=3, braids=plain(part(braids, given, given + more))))
-        given = min(given + more, size(braids))
-        taken += leases.take(rng.randint(0, 20))
-        assert leases.count == given - len(taken)
+    given, taken, whole = 0, [], size(braids)
+    while len(taken) < whole:
+        more, ahead = rng.randint(1, 20), rng.randint(0, 20)
+        known = part(braids, given + more, given + more + ahead)
+        leased = part(braids, given, given + more)
+        given = min(given + more, whole)
+        leases.add(Lease(epoch=3, braids=plain(leased), ahead=plain(known), left=whole - given))
+        batch_size = rng.randint(1, 20)
+        while leases.count >= batch_size or (given == whole and leases.count):
+            batch = leases.plan(batch_size, rng.randint(1, 3))[0]
+            leases.take(batch)
+            taken += [(batch.epoch, shard, at) for shard, lo, hi in batch.pieces for at in range(lo, hi)]
+            assert leases.count == given - len(taken)
     assert taken == [(3, shard, at) for shard, at in in_turn(braids)]

@@ -9,18 +9,20 @@ import pytest
 
 from p2p_dmc.errors import UserError
 from p2p_dmc.train.loader import Loader
+from p2p_dmc.train.tally import Tally
 from p2p_dmc.wire.trainer_messages import LeaseEnd
 
 
-def loader_whose(samples: int, ever_stepped: bool) -> tuple[Loader, list[str]]:
+def loader_whose(samples: int, ever_stepped: bool, skipped: int = 0) -> tuple[Loader, list[str]]:
     rounds: list[str] = []
     loader = Loader.__new__(Loader)
+    tally = Tally()
+    tally.hand_out(samples, range(skipped))
     loader._rounds = cast(
         Any,
         SimpleNamespace(
-            samples=samples,
+            tally=tally,
             ever_stepped=ever_stepped,
-            consume_yielded=lambda: None,
             synchronise=lambda: rounds.append("round"),
         ),
     )
@@ -37,8 +39,12 @@ def test_samples_without_any_step_are_the_scripts_mistake() -> None:
     assert not rounds
 
 
-@pytest.mark.parametrize(("samples", "ever_stepped"), [(0, False), (96, True)])
-def test_a_peer_without_samples_or_with_steps_takes_part(samples: int, ever_stepped: bool) -> None:
-    loader, rounds = loader_whose(samples, ever_stepped)
+@pytest.mark.parametrize(
+    ("samples", "ever_stepped", "skipped"), [(0, False, 0), (96, True, 0), (96, False, 96)]
+)
+def test_a_peer_without_samples_or_with_steps_takes_part(
+    samples: int, ever_stepped: bool, skipped: int
+) -> None:
+    loader, rounds = loader_whose(samples, ever_stepped, skipped)
     loader._wait_out(END)
     assert rounds == ["round"]

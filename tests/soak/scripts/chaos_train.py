@@ -43,7 +43,7 @@ def main() -> None:
         weights = torch.nn.Parameter(model.initial())
         inner = BoundedSGD([weights], lr=model.LEARNING_RATE)
         optimizer = dmc.Optimizer(inner, peer, tau=args.tau)
-        loader = peer.loader(data, 1, args.epochs, decode=lambda s: (s["txt"], s["__key__"]), collate=list)
+        loader = peer.loader(data, 1, args.epochs, decode=lambda s: (s["txt"], s["__key__"]), collate_fn=list)
         for [(text, key)] in loader:
             optimizer.zero_grad()
             loss = model.mistake(weights, model.features(text), model.label(key))

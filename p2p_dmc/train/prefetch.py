@@ -1,0 +1,159 @@
+"""Batches on their way through torch's workers: what comes next is prepared while the loop is busy.
+
+torch's DataLoader is the machinery. Its sampler never ends: while nothing is known to come, it is fed with empty
+tasks, so that the workers stand ready across rounds and views. What torch returns is in the order in which it was
+asked for; a batch that is not wanted any more, because a view gave its samples to others, is thrown away when it
+comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from p2p_dmc.train.leases import Batch
+from p2p_dmc.train.source import Outcome, Source, WorkerStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """As torch's DataLoader has them."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> WorkerSettings:
+        """The settings of a loader, as torch has checked and completed them."""
+        return cls(
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+
+    @property
+    def depth(self) -> int:
+        """Batches under way at most."""
+        return self.num_workers * (self.prefetch_factor or 0)
+
+
+class Pipe:
+    """Gives the outcomes of batches in the order planned.
+
+    Invariant: ``_asked`` is what torch has been asked for and has not returned; None where nobody wants it.
+    """
+
+    def __init__(self, source: Source, settings: WorkerSettings, salt: str) -> None:
+        """``salt``: the peer's identity."""
+        self._salt = salt
+        self._source = source
+        self._settings = settings
+        self._asked: deque[Batch | None] = deque()
+        self._coming: deque[Batch] = deque()
+        self._returned: Iterator[Outcome | None] | None = None
+
+    @property
+    def depth(self) -> int:
+        return self._settings.depth
+
+    def get(self, plan: Sequence[Batch]) -> Outcome:
+        """The outcome of the first batch of the plan, and the workers go on with the next ones.
+
+        Raises what ``decode`` and ``collate`` do if there are no workers, and torch's errors about workers. The
+        workers are gone then.
+        """
+        self._agree(plan)
+        try:
+            if self._returned is None:
+                self._returned = self._start()
+            while True:
+                outcome = next(self._returned)
+                if self._asked.popleft() is not None:
+                    assert outcome is not None
+                    return outcome
+        except BaseException:
+            self.close()
+            raise
+
+    def forget(self) -> None:
+        """Nothing that is under way is wanted any more."""
+        self._asked = deque([None] * len(self._asked))
+        self._coming.clear()
+
+    def close(self) -> None:
+        """End the workers; the next batch starts them again."""
+        self._returned = None  # torch's iterator ends its workers when it goes
+        self._asked.clear()
+        self._coming.clear()
+
+    def _agree(self, plan: Sequence[Batch]) -> None:
+        """What is under way and planned still is kept, as far as the order is the same."""
+        kept, same = 0, True
+        for i, batch in enumerate(self._asked):
+            same = same and (batch is None or (kept < len(plan) and batch == plan[kept]))
+            if not same:
+                self._asked[i] = None
+            elif batch is not None:
+                kept += 1
+        self._coming = deque(plan[i] for i in range(kept, len(plan)))
+
+    def _start(self) -> Iterator[Outcome | None]:
+        own = torch.Generator()  # else torch's, which belongs to the script
+        own.manual_seed(self._worker_seed())
+        settings = self._settings
+        loader: DataLoader[Any] = DataLoader(
+            self._source,  # type: ignore[arg-type]  # it has what torch asks of a data set
+            batch_sampler=_Tasks(self),  # type: ignore[arg-type]  # a batch instead of a list of indices
+            collate_fn=_as_it_is,  # the source has done it
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            pin_memory=settings.pin_memory,
+            timeout=settings.timeout,
+            worker_init_fn=WorkerStart(os.getpid(), settings.worker_init_fn)
+            if settings.num_workers
+            else None,
+            multiprocessing_context=settings.multiprocessing_context,
+            generator=own,
+        )
+        return iter(loader)
+
+    def _worker_seed(self) -> int:
+        """What random numbers in the workers begin with: another one on each peer, and wherever they start."""
+        first = self._coming[0]
+        said = repr((self._source.seed, self._salt, first.epoch, first.pieces)).encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "little")
+
+    def next_task(self) -> Batch | None:
+        """What torch is to do next."""
+        task = self._coming.popleft() if self._coming else None
+        self._asked.append(task)
+        return task
+
+
+class _Tasks:
+    """An endless sampler."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        while True:
+            yield self._pipe.next_task()
+
+
+def _as_it_is(outcome: Any) -> Any:
+    return outcome

@@ -1,0 +1,168 @@
+"""What becomes of a batch's samples, in a worker process or in the trainer's own: read, decode, collate.
+
+Nothing here speaks to the agent: a shard that is missing, or an error, is handed back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from p2p_dmc.core.ledger import sample_permutation
+from p2p_dmc.data.disk import shard_path
+from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
+from p2p_dmc.train.leases import Batch
+from p2p_dmc.train.processes import die_with_parent
+
+Decode = Callable[[Sample], Any]
+Collate = Callable[[list[Any]], Any]
+
+DATA, NOTHING, MISSING, FAILED = "data", "nothing", "missing", "failed"
+Outcome = tuple[str, Any, tuple[int, ...], tuple[str, ...]]
+"""What was made of a batch, of plain types so that torch finds the tensors in it to pin.
+
+DATA: what ``collate`` returned; which samples were skipped, as places in the batch; the first of them in words.
+NOTHING: all were skipped. MISSING: a shard's number. FAILED: a `Failure`.
+"""
+MOST_NAMED = 3
+PARENT_LOOK_S = 0.5
+
+
+@dataclass
+class Source:
+    """A map-style data set to torch's machinery, whose index is a whole batch."""
+
+    manifest: Manifest
+    digest: bytes
+    folder: Path
+    seed: int
+    decode: Decode | None
+    collate: Collate
+    skip: bool
+    """A sample that ``decode`` raises on is left out; else the error is the batch's."""
+    _reader: SampleReader = field(default_factory=SampleReader, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitems__(self, batch: Batch | None) -> Outcome | None:
+        """None for None: the pipe is kept full with those."""
+        if batch is None:
+            return None
+        if get_worker_info() is None:
+            return self._make(batch)
+        try:
+            return self._make(batch)
+        except Exception as error:  # noqa: BLE001 raised where the batch is asked for, if it still is
+            return FAILED, Failure(error), (), ()
+
+    def _make(self, batch: Batch) -> Outcome:
+        items: list[Any] = []
+        skipped: list[int] = []
+        named: list[str] = []
+        samples = self._samples(batch)
+        if isinstance(samples, int):
+            return MISSING, samples, (), ()
+        for place, sample in enumerate(samples):
+            try:
+                items.append(sample if self.decode is None else self.decode(sample))
+            except Exception as error:
+                name = f"sample {sample['__key__']!r} of shard {sample['__shard__']!r}"
+                if not self.skip:
+                    add_note(error, f"in decode of {name}")
+                    raise
+                skipped.append(place)
+                if len(named) < MOST_NAMED:
+                    named.append(f"{name}: {type(error).__name__}: {error}")
+        if not items:
+            return NOTHING, None, tuple(skipped), tuple(named)
+        return DATA, self.collate(items), tuple(skipped), tuple(named)
+
+    def _samples(self, batch: Batch) -> list[Sample] | int:
+        """In the batch's order; or the number of a shard that is not here, or not whole."""
+        wanted: dict[int, tuple[list[int], list[int]]] = {}  # of each shard: places in the batch, indices
+        place = 0
+        for shard, lo, hi in batch.pieces:
+            places, indices = wanted.setdefault(shard, ([], []))
+            places += range(place, place + hi - lo)
+            indices += self._order(batch.epoch, shard)[lo:hi]
+            place += hi - lo
+        samples: list[Sample] = [{}] * place
+        for shard, (places, indices) in wanted.items():
+            path = shard_path(self.folder, self.manifest.shards[shard].digest)
+            try:
+                read = self._reader.read_many(path, self.manifest, shard, indices)
+            except (FileNotFoundError, ShardDamaged):
+                return shard
+            for place, sample in zip(places, read, strict=True):
+                samples[place] = sample
+        return samples
+
+    def _order(self, epoch: int, shard: int) -> tuple[int, ...]:
+        count = self.manifest.sample_counts[shard]
+        return sample_permutation(self.digest, self.seed, epoch, shard, count)
+
+
+class Failure:
+    """An exception on its way out of a worker process. Its traceback comes along as text."""
+
+    def __init__(self, error: Exception) -> None:
+        self._text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            self._pickled = pickle.dumps(error)
+            pickle.loads(self._pickled)
+        except Exception:  # noqa: BLE001 of any class, so by any error
+            self._pickled = b""
+
+    def error(self) -> Exception:
+        """The same exception, or a RuntimeError that quotes it if it cannot leave its process."""
+        error = pickle.loads(self._pickled) if self._pickled else RuntimeError(self._text)
+        error.__cause__ = WorkerTraceback(f"\n{self._text}")
+        return error
+
+
+class WorkerTraceback(Exception):
+    """Where in the worker process it was raised."""
+
+
+def add_note(error: Exception, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error!s} [{note}]",)
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """Runs first in a worker process: it is to end with the trainer, however that ends."""
+
+    trainer_pid: int
+    worker_init_fn: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        if sys.platform == "linux" and os.getppid() == self.trainer_pid:
+            die_with_parent()
+        if os.getppid() != self.trainer_pid or sys.platform != "linux":
+            threading.Thread(target=self._follow, name="dmc-trainer-watch", daemon=True).start()
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+    def _follow(self) -> None:
+        """It is no child of the trainer's (forkserver), or this system tells a child nothing."""
+        while True:
+            try:
+                os.kill(self.trainer_pid, 0)
+            except ProcessLookupError:
+                os._exit(1)
+            time.sleep(PARENT_LOOK_S)
