@@ -183,8 +183,8 @@ def main(ctx: click.Context, debug: bool) -> None:
 @click.option(
     "--mode",
     type=click.Choice(["file", "folder", "auto"]),
-    default="file",
-    show_default=True,
+    default=None,
+    show_default="file",
     help="Spread samples freely over shards, or keep the samples of a folder together; auto: keep many small "
     "folders together.",
 )
@@ -206,8 +206,8 @@ def main(ctx: click.Context, debug: bool) -> None:
 @click.option(
     "--replicas",
     type=click.IntRange(1, 16),
-    default=2,
-    show_default=True,
+    default=None,
+    show_default="2",
     help="Peers that hold each shard.",
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match; may be repeated.")
@@ -232,6 +232,11 @@ def main(ctx: click.Context, debug: bool) -> None:
     default=None,
     metavar="FRACTION",
     help="Hold out so much, by the samples' keys, as a second data set NAME-val that is not trained on.",
+)
+@click.option(
+    "--append",
+    is_flag=True,
+    help="PATH has grown: make a new version of the data set, of its shards and new ones for what is new.",
 )
 @click.option(
     "--dry-run", is_flag=True, help="Say what is there and what would be made of it; write nothing."

@@ -17,9 +17,12 @@ from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
+from p2p_dmc.data.versions import is_clash, meant
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.journal import Journal
 from p2p_dmc.wire.messages import BulkRequest, Holdings
+
+MOST_REFUSED = 1024
 
 
 class DataService:
@@ -63,6 +66,8 @@ class DataService:
         self._announce_wanted = True
         self._announced_s = 0.0
         self._rng = random.Random(peer_id)
+        self._refused: set[bytes] = set()
+        """Data sets that have the name of another one here."""
         self.conflict: str | None = None
         """Two different data sets under one name, in words; the seeding command ends with it."""
 
@@ -76,7 +81,10 @@ class DataService:
         return known.manifest if known else None
 
     def by_name(self, name: str) -> Manifest | None:
-        return next((k.manifest for k in self._known.values() if k.manifest.name == name), None)
+        """The newest version of that name of which no shard is lost, else the newest; NAME@DIGEST means one version."""
+        found = meant((known.manifest for known in self._known.values()), name)
+        whole = (one for one in found if len(self.reachable(one.digest)) == len(one.shards))
+        return next(whole, found[0] if found else None)
 
     def add(self, manifest: Manifest) -> None:
         """A data set that this peer has just sharded; its shards are in the store, verified as they were written."""
@@ -218,10 +226,7 @@ class DataService:
             raise RemoteProtocolError("holdings of no data set")
         known = self._known.get(said.dataset)
         if known is None:
-            clash = self.by_name(said.name)
-            if clash is not None:
-                self._name_clash(clash, said)
-            else:
+            if said.dataset not in self._refused:
                 self._fetching.manifest(sender, said, self._learn)
             return
         shards = from_bitmap(said.bitmap, len(known.manifest.shards))
@@ -245,7 +250,16 @@ class DataService:
             )
 
     def _learn(self, sender: str, said: Holdings, manifest: Manifest) -> None:
-        """A data set that another peer spoke of."""
+        """A data set that another peer spoke of, or another version of one that is here."""
+        here = [known.manifest for known in self._known.values() if known.manifest.name == manifest.name]
+        clash = next((one for one in here if is_clash(one, manifest)), None)
+        if clash is not None:
+            if len(self._refused) == MOST_REFUSED:
+                self._refused.clear()  # they are fetched once more
+            self._refused.add(said.dataset)
+            self._name_clash(clash, said)
+            return
+        self.store.add_manifest(manifest)
         known = self._known[said.dataset] = Known(manifest=manifest)
         self._replace(known)
         self._announce_wanted = True

@@ -61,12 +61,26 @@ def run_meta(run: Run) -> RunMeta:
         view_epoch=rounds.view.view_epoch if standing and rounds is not None else 0,
         ready=desk.up and not run.end.outcome,
         fingerprint=run_files.fingerprint_digest(desk.fingerprint) if desk.fingerprint else b"",
+        dataset=desk.manifest.digest if desk.manifest is not None else b"",
         samples=held.ledger.samples_total if held is not None and committed else 0,
         quorum=desk.quorum,
         backend=desk.backend,
         on_lost=desk.on_lost,
         replaced=tuple(r.history for r in run.replaced if r.evicted)[:REPLACED_TOLD],
     )
+
+
+def pinned_version(run: Run, name: str) -> str | None:
+    """NAME@DIGEST of the version of a data set with which this run has begun, by its record here or others' word."""
+    said = dict(map(tuple, run_files.load_run(run.folder).get("fingerprint", ()))).get("data set", "")
+    begun_with, _, digest = str(said).rpartition(" ")
+    if begun_with == name:
+        return f"{name}@{digest}"
+    for other in others(run.services, run.name):
+        manifest = run.services.data.manifest(other.meta.dataset)
+        if other.meta.history and other.meta.dataset and (manifest is None or manifest.name == name):
+            return f"{name}@{other.meta.dataset.hex()}"  # its manifest may be on its way
+    return None
 
 
 class Entrance:

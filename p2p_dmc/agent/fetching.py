@@ -22,7 +22,7 @@ from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
-from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.manifest import MAX_MANIFEST_BYTES, Manifest
 from p2p_dmc.data.partial import PartialShard, block_digests
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -179,13 +179,12 @@ class Fetching:
                     offset=sum(map(len, parts)),
                     size=self._settings.fetch_chunk_bytes,
                 )
-                if total > 1 << 30:
-                    raise RemoteProtocolError("a manifest of more than 1 GiB")
+                if total > MAX_MANIFEST_BYTES:
+                    raise RemoteProtocolError(f"a manifest of {total} bytes")
                 parts.append(bytes(data))
             manifest = Manifest.from_bytes(b"".join(parts))
             if manifest.digest != said.dataset:
                 raise RemoteProtocolError("another manifest than was asked for")
-            self._store.add_manifest(manifest)
             then(sender, said, manifest)
         except (SourceLostError, RemoteProtocolError, UserError) as error:
             log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)

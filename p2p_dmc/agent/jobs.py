@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent import run_files
+from p2p_dmc.agent.entering import pinned_version
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.supervisor import AttachedTrainer, RestartBudget, TrainerExit, TrainerProcess
 from p2p_dmc.agent.waiting import say_waiting
+from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import trainer_messages as local
 from p2p_dmc.wire.messages import LocalLine, SubmitEnded, SubmitScript
@@ -310,7 +312,7 @@ class Jobs:
         while True:
             if routing_id not in self._run_of_trainer:
                 return  # the trainer that asked has ended
-            manifest = data.by_name(name)
+            manifest = self._version(self._run_of_trainer[routing_id], name)
             if manifest is not None:
                 placed = data.placed(manifest.digest)
                 if data.held(manifest.digest) or (placed and not placed.shards_of(self._agent.peer_id)):
@@ -327,6 +329,18 @@ class Jobs:
         path = self._agent.home.store_root / manifest.digest.hex() / "manifest.msgpack"
         ready = local.DatasetReady(name=name, digest=manifest.digest, manifest_path=str(path))
         self._agent.local.send(routing_id, ready)
+
+    def _version(self, run: str, name: str) -> Manifest | None:
+        """What a script means by a data set's name: in a run that has begun, the version with which it did."""
+        agent = self._agent
+        pinned = pinned_version(agent.runs[run], name) if run in agent.runs else None
+        if pinned is not None:
+            return agent.data.by_name(pinned)
+        manifest = agent.data.by_name(name)
+        has_others = manifest is not None and manifest.generation > 0
+        if has_others and agent.options.seeds and agent.membership and not agent.membership.seed_contacted:
+            return None  # whom it is about to meet may have begun with another version
+        return manifest
 
     def _shard(self, routing_id: bytes, wanted: local.ShardRequest) -> None:
         data = self._agent.data

@@ -141,6 +141,8 @@ class Requests:
         return {
             "name": manifest.name,
             "dataset": dataset.hex(),
+            "first": manifest.first.hex(),
+            "generation": manifest.generation,
             "samples": len(manifest),
             "size_bytes": sum(manifest.shard_sizes),
             "shards": len(manifest.shards),

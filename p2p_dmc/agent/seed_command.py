@@ -30,6 +30,7 @@ from p2p_dmc.observe.narrator import plural
 from p2p_dmc.wire.transport import split_address
 
 if TYPE_CHECKING:
+    from p2p_dmc.data.found import Scan
     from p2p_dmc.data.manifest import Manifest
     from p2p_dmc.data.readers.base import Spool
     from p2p_dmc.data.seeding import Plan
@@ -87,22 +88,35 @@ def _shard(
     home: Home, path: Path, options: dict[str, Any], console: Console
 ) -> tuple[list[Manifest], list[Manifest]]:
     """Scan, plan, write; the manifests, which the store has published, and those that were not there before."""
+    from p2p_dmc.data.manifest import Manifest
     from p2p_dmc.data.readers.base import Spool
     from p2p_dmc.data.store import Store
 
     store = Store(home.store_root, options["capacity"], keep_staging=True)
     before = store.datasets()
     manifests = []
+    plans: list[Plan | Manifest]
     with store.spool_folder() as folder, Spool(folder, store.free_bytes) as spool:
-        plans = _look(path, options, spool, console)
+        if options["append"]:
+            plans = _look_for_new(path, options, store, spool, console)
+        else:
+            plans = [*_look(path, options, spool, console)]
         for plan in plans:
-            _refuse_other_shape(store, plan)
+            if not isinstance(plan, Manifest) and plan.base is None:
+                _refuse_other_shape(store, plan)
         for plan in plans:
-            manifests.append(_write(plan, store, options["replicas"], console))
+            if isinstance(plan, Manifest):
+                console.say(f"data set {plan.name!r} {plan.digest.hex()[:12]} has all of it already")
+                manifests.append(plan)
+            else:
+                if plan.base is not None:
+                    version, count = plan.base.digest.hex()[:12], plural(plan.sample_count, "new sample")
+                    console.say(f"{count} for data set {plan.name!r}, whose newest version is {version}")
+                manifests.append(_write(plan, store, options["replicas"], console))
     return manifests, [one for one in manifests if one.digest not in before]
 
 
-def _write(plan: Plan, store: Store, replicas: int, console: Console) -> Manifest:
+def _write(plan: Plan, store: Store, replicas: int | None, console: Console) -> Manifest:
     """Write a planned data set; after an interrupt say what the same command will find."""
     shards, whole = plural(len(plan.shards), "shard"), 0
 
@@ -127,15 +141,11 @@ def _write(plan: Plan, store: Store, replicas: int, console: Console) -> Manifes
 
 def _look(path: Path, options: dict[str, Any], spool: Spool, console: Console) -> list[Plan]:
     """Say what was found, and plan it."""
-    from p2p_dmc.data.formats import scan
     from p2p_dmc.data.seeding import plan_data_sets
 
-    rules = {name: options[name] for name in ("stem", "include", "exclude", "depth")}
-    with console.progress(f"reading {path}") as progress:
-        found = scan(path, **rules, spool=spool, progress=progress)
-    name = options["name"] or path.resolve().name
-    cutting = {one: options[one] for one in ("mode", "max_shard_size", "order", "val_fraction")}
-    plans = plan_data_sets(found, name=name, **cutting)
+    found = _scan(path, options, spool, console)
+    cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
+    plans = plan_data_sets(found, name=_name(path, options), mode=options["mode"] or "file", **cutting)
     if found.tars:
         how = ", taken as they are" if plans[0].as_they_are else ", cut anew"
         found = dataclasses.replace(found, kind=found.kind + how)
@@ -143,16 +153,47 @@ def _look(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
     return plans
 
 
+def _look_for_new(
+    path: Path, options: dict[str, Any], store: Store, spool: Spool, console: Console
+) -> list[Plan | Manifest]:
+    """Say what was found, and plan what of it is new."""
+    from p2p_dmc.data.appending import plan_versions
+
+    found = _scan(path, options, spool, console)
+    console.say(console.scan_line(path, found))
+    cutting = {one: options[one] for one in ("mode", "max_shard_size", "order", "val_fraction")}
+    with console.progress("comparing it with what is there") as progress:
+        return plan_versions(found, store, name=_name(path, options), progress=progress, **cutting)
+
+
+def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -> Scan:
+    from p2p_dmc.data.formats import scan
+
+    rules = {name: options[name] for name in ("stem", "include", "exclude", "depth")}
+    with console.progress(f"reading {path}") as progress:
+        return scan(path, **rules, spool=spool, progress=progress)
+
+
+def _name(path: Path, options: dict[str, Any]) -> str:
+    return str(options["name"] or path.resolve().name)
+
+
 def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
     """Say what was found and what would be made of it. Nothing is written."""
     from p2p_dmc.data.readers.base import Spool
+    from p2p_dmc.data.seeding import DEFAULT_REPLICAS
+
+    if options["append"]:
+        raise UserError(
+            "--dry-run with --append: what is new shows when it is compared; leave one of them out"
+        )
 
     home = Home(options["home"])
     with Console(as_json) as console, Spool(None) as spool:
         plans = _look(path, options, spool, console)
         peers = known_peers(home, parse_seeds(options["seed"]), options)
         for plan in plans:
-            say_plan(plan, options["replicas"], peers, console)
+            say_plan(plan, options["replicas"] or DEFAULT_REPLICAS, peers, console)
         if spool.size_bytes:
             console.say(
                 f"it has to be converted, which takes {format_size(spool.size_bytes)} more in {home.root} until all "
@@ -164,12 +205,16 @@ def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
 
 def _refuse_other_shape(store: Store, plan: Plan) -> None:
     """Without writing a shard: a data set of this home that has the name and cannot be the same."""
-    other = store.by_name(plan.name)
+    from p2p_dmc.data.versions import versions
+
+    there = versions([store.manifest(digest) for digest in store.datasets()], plan.name)
     samples, shards = plan.sample_count, len(plan.shards)
-    if other is not None and (len(other), len(other.shards)) != (samples, shards):
+    if there and all((len(one), len(one.shards)) != (samples, shards) for one in there):
+        other = there[0]
         raise UserError(
             f"{plan.name!r} is data set {other.digest.hex()} of this home, with {plural(len(other), 'sample')} in "
-            f"{plural(len(other.shards), 'shard')}, not {samples} in {shards}; give this one another --name"
+            f"{plural(len(other.shards), 'shard')}, not {samples} in {shards}; give this one another --name, or use "
+            "--append if it has grown"
         )
 
 
@@ -178,16 +223,19 @@ def _refuse_taken_names(manifests: list[Manifest], seeds: tuple[str, ...]) -> No
     if not seeds:
         return
     try:
-        known = {other["name"]: other["dataset"] for other in ask(seeds, "status", timeout_s=1.0)["datasets"]}
+        known = ask(seeds, "status", timeout_s=1.0)["datasets"]
     except NoAnswerError:
         return  # a seed that comes later is heard by the agent
     for manifest in manifests:
-        theirs = known.get(manifest.name, manifest.digest.hex())
-        if theirs != manifest.digest.hex():
-            raise NameTakenError(
-                f"{manifest.name!r} is data set {theirs} of the peers at {', '.join(seeds)}, and "
-                f"{manifest.digest.hex()} here; seed this one under another --name"
-            )
+        for other in known:
+            theirs = other["dataset"]
+            is_same = theirs == manifest.digest.hex()
+            follows = other["first"] == manifest.first.hex() and other["generation"] != manifest.generation
+            if other["name"] == manifest.name and not is_same and not follows:
+                raise NameTakenError(
+                    f"{manifest.name!r} is data set {theirs} of the peers at {', '.join(seeds)}, and "
+                    f"{manifest.digest.hex()} here; seed this one under another --name"
+                )
 
 
 def _print_seeding(agent: Agent, manifests: list[Manifest], console: Console, insecure: bool) -> None:

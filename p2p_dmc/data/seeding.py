@@ -19,6 +19,7 @@ from p2p_dmc.errors import UserError
 
 HELD_OUT = "-val"
 SEED = 0
+DEFAULT_REPLICAS = 2
 _HELD_OUT_SALT = b"held out\0"
 
 
@@ -32,6 +33,8 @@ class Plan:
     scan: Scan
     as_they_are: bool
     """The input's own tars are the shards."""
+    base: Manifest | None = None
+    """The version whose shards come first, and whose mode and name these are."""
 
     @property
     def sample_count(self) -> int:
@@ -44,23 +47,27 @@ class Plan:
     def write(
         self,
         store: Store,
-        replicas: int,
+        replicas: int | None,
         progress: Progress | None = None,
         on_resumed: Callable[[int], None] = lambda _: None,
         on_whole: Callable[[int], None] = lambda _: None,
     ) -> Manifest:
-        """See `write_shards`. ``on_resumed`` is told how many shards an interrupted process has left."""
+        """See `write_shards`; with ``replicas`` None they are those of the version before.
+
+        ``on_resumed`` is told how many shards an interrupted process has left.
+        """
         return write_shards(
             self.shards,
             store,
             scan=self.scan,
             name=self.name,
             mode=self.mode,
-            replicas=replicas,
+            replicas=replicas or (self.base.replicas if self.base is not None else DEFAULT_REPLICAS),
             seed=SEED,
             progress=progress,
             on_resumed=on_resumed,
             on_whole=on_whole,
+            base=self.base,
         )
 
 

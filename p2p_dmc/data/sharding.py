@@ -102,7 +102,7 @@ def plan_shards(
         ]
     mode = settle_mode(scan, mode)
     total = scan.samples.tally.tar_bytes
-    limit = _auto_limit(total) if max_shard_size == "auto" else max_shard_size
+    limit = auto_limit(total) if max_shard_size == "auto" else max_shard_size
     packer = _Packer(scan.samples.book, Log(scan.folder), limit - len(TRAILER))
     for record in ordered(scan, mode, order or "shuffle", seed):
         packer.put(record, new_unit=mode == "file")
@@ -118,7 +118,7 @@ def settle_mode(scan: Scan, mode: Mode | Literal["auto"]) -> Mode:
     if mode != "auto":
         return mode
     total = scan.samples.tally.tar_bytes
-    enough = 4 * max(1, total // _auto_limit(total))
+    enough = 4 * max(1, total // auto_limit(total))
     groups: set[bytes] = set()
     for key in scan.samples.key_bytes():
         if b"/" not in key:
@@ -128,7 +128,8 @@ def settle_mode(scan: Scan, mode: Mode | Literal["auto"]) -> Mode:
     return "folder" if len(groups) >= enough else "file"
 
 
-def _auto_limit(total_bytes: int) -> int:
+def auto_limit(total_bytes: int) -> int:
+    """The automatic size of a shard's tar."""
     return min(max(total_bytes // AUTO_SHARDS, MIN_AUTO_SHARD_BYTES), MAX_AUTO_SHARD_BYTES)
 
 

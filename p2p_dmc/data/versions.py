@@ -38,11 +38,12 @@ def meant(manifests: Iterable[Manifest], text: str) -> list[Manifest]:
 
     ``DIGEST``: the first digits of the version's digest. Two data sets of one name are no versions: all are there.
     """
-    found = [one for one in manifests if one.name == text]
+    known = list(manifests)
+    found = [one for one in known if one.name == text]
     if not found:
         name, _, digest = text.rpartition("@")
         if len(digest) >= MIN_PREFIX:
-            found = [one for one in manifests if one.name == name and one.digest.hex().startswith(digest)]
+            found = [one for one in known if one.name == name and one.digest.hex().startswith(digest)]
     return sorted(found, key=lambda one: (-one.generation, one.digest))
 
 

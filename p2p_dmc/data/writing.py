@@ -6,12 +6,12 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from p2p_dmc.data.disk import PIECE_BYTES, SHARDS_NAME, disk_errors, shard_path
 from p2p_dmc.data.found import Scan, ScannedSample, class_names, member_name
 from p2p_dmc.data.index import IndexBuilder, encode_key
-from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest, Mode, ShardEntry, check_settings
+from p2p_dmc.data.manifest import DIGEST_BYTES, MAX_CLASSES, Manifest, Mode, ShardEntry, check_settings
 from p2p_dmc.data.sharding import Shard, TarShard
 from p2p_dmc.data.sources import Sources
 from p2p_dmc.data.store import Store
@@ -94,14 +94,15 @@ def write_shards(
     progress: Progress | None = None,
     on_resumed: Callable[[int], None] = lambda _: None,
     on_whole: Callable[[int], None] = lambda _: None,
+    base: Manifest | None = None,
 ) -> Manifest:
     """Write the planned shards into the store, which holds them all afterwards, and return their manifest.
 
     Deterministic: the same files, plan and settings give the same digests. Nothing of it is visible in the
     store before all is written; when the process is killed or interrupted, the next one with the same plan of
-    the same input goes on after the last whole shard (a store that is opened with ``keep_staging``).
-    ``on_whole`` is told how many shards are whole. Raises UserError (a file that changed or vanished, a name
-    taken by another data set), StoreFull.
+    the same input goes on after the last whole shard (a store that is opened with ``keep_staging``). With
+    ``base`` it is the version after that one, and has its shards too. ``on_whole`` is told how many shards are
+    whole. Raises UserError (a file that changed or vanished, a name taken by another data set), StoreFull.
     """
     try:
         check_settings(name, mode, replicas, seed)
@@ -116,7 +117,7 @@ def write_shards(
         if progress is not None:
             progress(done, left)
 
-    with store.staging(total, _identity(scan, shards)) as staging, Sources(scan.stamps) as sources:
+    with store.staging(total, _identity(scan, shards, base)) as staging, Sources(scan.stamps) as sources:
         digests = _written(staging, shards)
         left -= sum(shard.size_bytes for shard in shards[: len(digests)])
         if digests:
@@ -126,36 +127,51 @@ def write_shards(
             digests.append(_write_shard(shard, staging, sources, on_bytes))
         on_whole(len(digests))
         sources.check()
-        manifest = _manifest(name, mode, replicas, seed, scan, shards, digests)
+        settings = {"name": name, "mode": mode, "replicas": replicas, "seed": seed}
+        manifest = _manifest(settings, scan, _entries(name, shards, digests), shards, base)
         (staging / JOURNAL_NAME).unlink()
         store.publish(staging, manifest)
     return manifest
 
 
 def _manifest(
-    name: str,
-    mode: Mode,
-    replicas: int,
-    seed: int,
+    settings: dict[str, Any],
     scan: Scan,
+    entries: tuple[ShardEntry, ...],
     shards: Sequence[Shard],
-    digests: Sequence[bytes],
+    base: Manifest | None,
 ) -> Manifest:
+    fields = {name for shard in shards for name in shard.extensions}
+    classes = set(class_names(scan.samples))
+    follows: dict[str, Any] = {}
+    if base is not None:
+        fields.update(base.fields)
+        classes.update(base.classes)
+        entries = (*base.shards, *entries)
+        follows = {"generation": base.generation + 1, "origin": base.first, "parent": base.digest}
+    return Manifest(
+        **settings,
+        fields=tuple(sorted(fields)),
+        classes=tuple(sorted(classes)) if len(classes) <= MAX_CLASSES else (),
+        shards=entries,
+        **follows,
+    )
+
+
+def _entries(name: str, shards: Sequence[Shard], digests: Sequence[bytes]) -> tuple[ShardEntry, ...]:
     if len(set(digests)) < len(digests):
         raise UserError(f"{name!r}: two of the tars are the same, byte for byte; take one of them away")
-    extensions = tuple(sorted(set().union(*(shard.extensions for shard in shards))))
-    entries = tuple(
+    return tuple(
         ShardEntry(digest, shard.size_bytes, len(shard))
         for shard, digest in zip(shards, digests, strict=True)
     )
-    return Manifest(name, mode, replicas, seed, extensions, class_names(scan.samples), entries)
 
 
-def _identity(scan: Scan, shards: Sequence[Shard]) -> bytes:
+def _identity(scan: Scan, shards: Sequence[Shard], base: Manifest | None) -> bytes:
     """Names a plan of an input. Empty if the input has no identity: nothing is resumed then."""
     if not scan.identity:
         return b""
-    state = hashlib.blake2b(scan.identity, digest_size=DIGEST_BYTES)
+    state = hashlib.blake2b(scan.identity + (base.digest if base else b""), digest_size=DIGEST_BYTES)
     for shard in shards:
         state.update(shard.identity.to_bytes(8, "little") + len(shard).to_bytes(8, "little"))
     return state.digest()

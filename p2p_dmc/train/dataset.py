@@ -16,8 +16,8 @@ class Dataset:
     """``len(data)`` and ``data.classes`` (folder names, sorted) come from the manifest.
 
     Iterating reads every sample once, in the shards' order and without the ledger, ``data.keys()`` their keys
-    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and one
-    ``bytes`` field per extension.
+    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and
+    one ``bytes`` field per extension.
     """
 
     def __init__(self, name: str, digest: bytes, manifest: Manifest, folder: Path, rounds: Rounds) -> None:

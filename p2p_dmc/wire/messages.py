@@ -66,6 +66,7 @@ class RunMeta:
     quorum: str  # the run's, for peers whose command names none; "" before it is settled
     backend: str
     on_lost: str
+    dataset: bytes = b""  # the version that it trains on; b"" before the trainer has said
     replaced: tuple[bytes, ...] = ()  # whose place `history` took by eviction: who is in one gives it up
 
     def __post_init__(self) -> None:
@@ -73,6 +74,8 @@ class RunMeta:
             raise ValueError(f"boot {self.boot} or quorum {self.quorum[:20]!r} of a run")
         if len(self.replaced) > REPLACED_TOLD or any(len(h) != DIGEST_BYTES for h in self.replaced):
             raise ValueError(f"{len(self.replaced)} replaced histories, or one that is none")
+        if len(self.dataset) not in (0, DIGEST_BYTES):
+            raise ValueError(f"data set {self.dataset!r:.50}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
 def test_nobody_looks_for_the_data_set_of_a_trainer_that_has_ended() -> None:
     data = SimpleNamespace(by_name=lambda name: None, manifests=lambda: ())
-    agent = SimpleNamespace(journal=SimpleNamespace(listeners=[]), data=data, say=print)
+    agent = SimpleNamespace(journal=SimpleNamespace(listeners=[]), data=data, say=print, runs={})
 
     async def life() -> None:
         jobs = Jobs(cast(Any, agent))

@@ -53,7 +53,7 @@ def test_a_version_is_named_by_its_digest(first: Manifest) -> None:
     second = after(first)
     both = [first, second]
     assert meant(both, "small") == [second, first]
-    assert meant(both, f"small@{first.digest.hex()[:8]}") == [first]
+    assert meant(iter(both), f"small@{first.digest.hex()[:8]}") == [first]
     assert meant(both, f"small@{first.digest.hex()}") == [first]
     assert meant(both, "small@") == meant(both, f"small@{first.digest.hex()[:3]}") == []
     assert meant(both, f"other@{first.digest.hex()}") == [] and meant(both, "small@ffffffff") == []
