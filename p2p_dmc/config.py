@@ -51,13 +51,31 @@ class AgentSettings:
     """Holdings are repeated this often to whoever may have missed them; changes are told at once."""
 
     reconcile_still_ms: int = 1500
-    """Re-placement waits until membership has been still: bytes wait out flapping, takeover does not."""
+    """A shard is fetched when it has been this peer's to keep for so long: bytes wait out flapping, takeover does
+    not."""
 
     differ_still_ms: int = 20_000
     """Peers that mean another placement are named after this long, with membership still: gossip needs seconds."""
 
     drop_still_ms: int = 30_000
-    """Shards that belong elsewhere are deleted only after placement has agreed for this long."""
+    """A copy is given up when it has not been this peer's to keep for so long: what flaps back need not be fetched."""
+
+    pledge_again_ms: int = 1000
+    """Who keeps a copy that is to be given up is asked so often: words may be lost, and a shard be looked at first."""
+
+    pledge_fresh_s: float = 3600.0
+    """Of a shard that was verified longer ago no copy is pledged: it is verified first."""
+
+    scrub_pass_s: float = 86_400.0
+    """Every shard held is read from the disk and verified once in so long: a disk's silent errors are rare."""
+
+    scrub_bytes_s: int = 256 << 20
+    """How fast shards are verified that were not yet in this life, or that somebody asks about: it leaves the disk to
+    training."""
+
+    holdings_bytes_s: int = 1 << 20
+    """What peers are told of holdings may take so much: with a million shards and 256 peers they hear of changes in
+    minutes, with a thousand shards at once."""
 
     checkpoint_every_s: float = 60.0
     """Committed state is written this often; all peers killed at once lose at most this much."""

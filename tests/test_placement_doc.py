@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
+from p2p_dmc.agent.known import DataWatch, Known
 from p2p_dmc.cli import main
 from p2p_dmc.config import DOMAIN, AgentSettings
 from p2p_dmc.core.placement import placement
+from p2p_dmc.core.repair import Said, copies_of
 from p2p_dmc.data.store import Store
 from p2p_dmc.observe.journal import Journal
 from tests.agent.helpers import peer
@@ -21,6 +22,7 @@ from tests.core.test_placement_balance import assert_held, inclusion
 from tests.data.helpers import seed_tree, small_tree
 
 ROOT = Path(__file__).parents[1]
+NOTHING = copies_of({}, frozenset(), False, 1)
 DOC = (ROOT / "docs" / "placement.md").read_text()
 
 
@@ -62,9 +64,7 @@ def test_the_line_about_dissent(tmp_path: Path) -> None:
     )
     known.place(())
     assert known.placed is not None
-    known.others[peer(2)] = OthersHoldings(
-        version=1, shards=frozenset(), placement=bytes.fromhex(there) + b"x" * 10
-    )
+    known.others[peer(2)] = Said(copies=NOTHING, placement=bytes.fromhex(there) + b"x" * 10)
     said: list[str] = []
     still_s = AgentSettings().differ_still_ms / 1000
     assert still_s == 20 and "after twenty seconds" in DOC

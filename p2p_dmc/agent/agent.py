@@ -48,6 +48,8 @@ from p2p_dmc.wire.messages import (
     ClientRequest,
     Holdings,
     PeerMeta,
+    PledgeAsked,
+    Pledged,
     encode_meta,
 )
 from p2p_dmc.wire.transport import ControlSocket, Envelope, refused_by_host, split_address
@@ -386,6 +388,8 @@ class Agent:
     def _from_peer(self, envelope: Envelope, message: object) -> None:
         if isinstance(message, Holdings):
             self.data.heard(envelope.peer_id, message)
+        elif isinstance(message, (PledgeAsked, Pledged)):
+            self.data.heard_of_pledges(envelope.peer_id, message)
         elif envelope.run in self.runs:
             self.runs[envelope.run].members.message(envelope.peer_id, message)
 

@@ -8,19 +8,26 @@ from collections.abc import Callable
 
 from p2p_dmc.agent.bulk import BulkClient
 from p2p_dmc.agent.fetching import Fetching
-from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
+from p2p_dmc.agent.known import DataWatch, Known
 from p2p_dmc.agent.presence import present, storing
+from p2p_dmc.agent.repairing import Repairing
+from p2p_dmc.agent.scrub import Scrub
 from p2p_dmc.agent.spreading import Key
-from p2p_dmc.agent.work import bitmap, from_bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
+from p2p_dmc.core.repair import Said
+from p2p_dmc.core.replication import Copies, Tally
+from p2p_dmc.core.shard_set import ShardSet
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.data.versions import is_clash, meant
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.journal import Journal
-from p2p_dmc.wire.messages import BulkRequest, Holdings
+from p2p_dmc.wire.messages import BulkRequest, Holdings, PledgeAsked, Pledged
+
+ANNOUNCE_AGAIN_S = 0.2
+"""Changes are told at most so often."""
 
 MOST_REFUSED = 1024
 
@@ -62,14 +69,45 @@ class DataService:
             damaged=self._lost_one,
         )
         self._in_use: set[Key] = set()
+        self._scrub = self._make_scrub()
+        self._repairing = self._make_repairing()
+        self._reachable: dict[bytes, tuple[ShardSet, frozenset[int]]] = {}
         self._changed_s = time.monotonic()
         self._announce_wanted = True
         self._announced_s = 0.0
+        self._was_full = False
         self._rng = random.Random(peer_id)
         self._refused: set[bytes] = set()
         """Data sets that have the name of another one here."""
         self.conflict: str | None = None
         """Two different data sets under one name, in words; the seeding command ends with it."""
+
+    def _make_scrub(self) -> Scrub:
+        return Scrub(
+            store=self.store,
+            settings=self._settings,
+            journal=self._journal,
+            say=self._say,
+            known=self._known,
+            verified=self._obtained,
+            damaged=self._lost_one,
+        )
+
+    def _make_repairing(self) -> Repairing:
+        return Repairing(
+            me=self._me,
+            store=self.store,
+            settings=self._settings,
+            journal=self._journal,
+            send=self._send,
+            known=self._known,
+            fetching=self._fetching,
+            scrub=self._scrub,
+            in_use=self._in_use,
+            storing=lambda: storing(self._members()),
+            changed=self._announce,
+            now_s=lambda: time.monotonic(),
+        )
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -91,8 +129,8 @@ class DataService:
         known = self._known[manifest.digest] = Known(manifest=manifest)
         for shard in self.store.holdings(manifest.digest):
             known.verify(shard, self.store.stamp(manifest.digest, shard))
-        self._replace(known)
-        self._announce_wanted = True
+        self._repairing.place(known)
+        self._announce()
 
     def forget(self, dataset: bytes) -> None:
         """Speak of a data set no more; what is on disk stays."""
@@ -106,7 +144,12 @@ class DataService:
         known = self._known.get(dataset)
         if known is None:
             return frozenset()
-        return self.held(dataset).union(*(o.shards for o in known.others.values()))
+        there = self._repairing.own(known).there
+        for other in known.others.values():
+            there = there | other.shards
+        if dataset not in self._reachable or self._reachable[dataset][0] != there:
+            self._reachable[dataset] = there, frozenset(there)
+        return self._reachable[dataset][1]
 
     def usable(self, dataset: bytes, shard: int) -> bool:
         """Held, and verified since this agent started and since its file was written to: training never sees a
@@ -116,7 +159,8 @@ class DataService:
         if known is None or shard not in known.verified or not self.store.has(dataset, shard):
             return False
         if self.store.stamp(dataset, shard) != known.verified[shard]:
-            del known.verified[shard]
+            known.doubt(shard)
+            self._announce()
             return False
         self._in_use.add((dataset, shard))
         return True
@@ -135,22 +179,28 @@ class DataService:
         """Peers that mean another placement than this one, for a moment or for good."""
         return self._known[dataset].dissenters()
 
-    def holders(self, dataset: bytes) -> dict[int, list[str]]:
-        """Shard index to the live peers that hold it, this one included."""
+    def copies(self, dataset: bytes) -> dict[str, Copies]:
+        """What each live peer says that it holds, this one included."""
         known = self._known[dataset]
-        found: dict[int, list[str]] = {i: [] for i in range(len(known.manifest.shards))}
-        for shard in self.held(dataset):
-            found[shard].append(self._me)
-        for peer_id, others in sorted(known.others.items()):
-            for shard in others.shards:
+        own = self._repairing.own(known)
+        return {p: said.copies for p, said in sorted(known.others.items())} | {self._me: own}
+
+    def holders(self, dataset: bytes) -> dict[int, list[str]]:
+        """Shard index to the live peers that hold it, verified, this one first if it does."""
+        found: dict[int, list[str]] = {i: [] for i in range(len(self._known[dataset].manifest.shards))}
+        for peer_id, copies in sorted(self.copies(dataset).items(), key=lambda pair: pair[0] != self._me):
+            for shard in copies.verified:
                 found[shard].append(peer_id)
         return found
 
+    def tally(self, dataset: bytes) -> Tally | None:
+        """How it stands with a data set; None before it is placed."""
+        return self._repairing.tally(self._known[dataset])
+
     def under_replicated(self, dataset: bytes) -> int:
-        """Shards with fewer live holders than placement asks for."""
-        known = self._known[dataset]
-        wanted = min(known.manifest.replicas, len(storing(self._members())))
-        return sum(len(h) < wanted for h in self.holders(dataset).values())
+        """Shards with fewer verified copies, on live peers that stay, than placement asks for."""
+        told = self.tally(dataset)
+        return told.under_replicated if told is not None else len(self._known[dataset].manifest.shards)
 
     @property
     def full(self) -> bool:
@@ -165,46 +215,52 @@ class DataService:
         return len(self._fetching)
 
     def replicated_elsewhere(self) -> bool:
-        """Whether every shard held here has as many holders as are wanted among the peers that stay."""
-        staying = {p.peer_id for p in storing(self._members())} - {self._me}
-        return all(
-            len(staying.intersection(holders)) >= known.manifest.replicas
-            for dataset, known in self._known.items()
-            for holders in self.holders(dataset).values()
-            if self._me in holders
-        )
+        """Whether this peer may go and no copy is missed: of every shard as many as are wanted are held, verified, by
+        peers that stay and have pledged to keep them. Asks them, from the first call on.
+        """
+        return self._repairing.may_leave()
 
     def sole_copies_elsewhere(self) -> bool:
-        """Whether every shard held here is also held by another live peer."""
+        """Whether every shard held here is also held, verified, by another live peer."""
         return all(
-            len(holders) > 1 or self._me not in holders
-            for dataset in self._known
-            for holders in self.holders(dataset).values()
+            any(shard in said.copies.verified for said in known.others.values())
+            for dataset, known in self._known.items()
+            for shard in self.held(dataset)
         )
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
     def members_changed(self) -> None:
         """Membership has moved: forget what the gone held, place anew, tell whoever is new."""
-        alive = {peer_id for peer_id, _ in present(self._members())}
+        self._forget_gone()
         for known in self._known.values():
-            for peer_id in [p for p in known.others if p not in alive]:
-                del known.others[peer_id]
-            self._replace(known)
+            self._repairing.place(known)
         self._changed_s = time.monotonic()
 
-    def _replace(self, known: Known) -> None:
-        if known.place(storing(self._members())):
-            known.drop_agreed_since_s = None
-            self._announce_wanted = True
+    def _forget_gone(self) -> None:
+        """What a peer said that is gone, or lives anew, says nothing of what it has now."""
+        boots = {r.peer_id: r.boot for r in self._members()}
+        there = {peer_id: boots[peer_id] for peer_id, _ in present(self._members())}
+        for known in self._known.values():
+            for peer_id in [p for p, said in known.others.items() if there.get(p) != said.boot]:
+                self._repairing.gone(known, peer_id)
+                if peer_id in there:
+                    self.tell(peer_id)
+
+    def _announce(self) -> None:
+        """What is held here has changed: the others are told soon."""
+        self._announce_wanted = True
 
     def announcement(self, dataset: bytes, *, answer: bool = False) -> Holdings:
         known = self._known[dataset]
+        own = self._repairing.own(known)
         return Holdings(
             dataset=dataset,
             name=known.manifest.name,
             version=known.version,
-            bitmap=bitmap(self.held(dataset), len(known.manifest.shards)),
+            bitmap=own.verified.to_bytes(),
+            unverified=own.unverified.to_bytes(),
+            full=own.full,
             placement=known.placed.digest() if known.placed else b"",
             answer=answer,
         )
@@ -229,13 +285,29 @@ class DataService:
             if said.dataset not in self._refused:
                 self._fetching.manifest(sender, said, self._learn)
             return
-        shards = from_bitmap(said.bitmap, len(known.manifest.shards))
-        if all(peer_id != sender for peer_id, _ in present(self._members())):
+        shards = len(known.manifest.shards)
+        try:
+            copies = Copies(
+                verified=ShardSet.from_bytes(said.bitmap, shards),
+                unverified=ShardSet.from_bytes(said.unverified, shards),
+                full=said.full,
+            )
+        except ValueError as error:
+            raise RemoteProtocolError(str(error)) from None
+        there = {peer_id for peer_id, _ in present(self._members())}
+        boot = next((r.boot for r in self._members() if r.peer_id == sender and sender in there), None)
+        if boot is None:
             return  # the last words of one that is gone
         before = known.others.get(sender)
-        known.others[sender] = OthersHoldings(version=said.version, shards=shards, placement=said.placement)
+        if before is None or (before.boot, before.version) <= (boot, said.version):
+            new = Said(copies=copies, placement=said.placement, boot=boot, version=said.version)
+            self._repairing.of(known).heard(sender, new)
         if before is None or said.answer:
             self._send(sender, self.announcement(said.dataset), "")
+
+    def heard_of_pledges(self, sender: str, message: PledgeAsked | Pledged) -> None:
+        """A peer wants to give copies up, or lets this one; RemoteProtocolError when it makes no sense."""
+        self._repairing.heard(sender, message)
 
     def _name_clash(self, mine: Manifest, said: Holdings) -> None:
         line = (
@@ -261,8 +333,8 @@ class DataService:
             return
         self.store.add_manifest(manifest)
         known = self._known[said.dataset] = Known(manifest=manifest)
-        self._replace(known)
-        self._announce_wanted = True
+        self._repairing.place(known)
+        self._announce()
         self._journal.event("dataset", name=manifest.name, dataset=said.dataset.hex(), samples=len(manifest))
         self.heard(sender, said)
 
@@ -282,74 +354,55 @@ class DataService:
         return self._fetching.serving.parts(request)
 
     def _obtained(self, known: Known) -> None:
-        """A shard has come, whole and verified."""
+        """A shard has come, or was looked at: whole and verified."""
         known.version += 1
-        self._announce_wanted = True
+        self._announce()
 
     def _lost_one(self, key: Key) -> None:
-        """A shard on disk turned out to be damaged or gone."""
+        """A shard on disk turned out to be damaged or gone, or is not what it was when it was verified."""
         known = self._known[key[0]]
-        if key[1] in known.verified or not self.store.has(*key):
-            known.verified.pop(key[1], None)
+        if known.doubt(key[1]) or not self.store.has(*key):
             known.version += 1
-            self._announce_wanted = True
+            self._announce()
+        if self.store.has(*key):
+            self._scrub.first(key)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Announce, fetch what is newly mine, drop what is surely elsewhere, name what is lost."""
+        """Announce, fetch what is newly mine, give up what others keep, look at what lies here, name what is lost."""
         now_s = time.monotonic()
-        if self._announce_wanted and now_s - self._announced_s > 0.2:
-            self._announce_wanted, self._announced_s = False, now_s
-            for peer_id, _ in present(self._members()):
-                if peer_id != self._me:
-                    self.tell(peer_id)
-        elif now_s - self._announced_s > self._settings.holdings_interval_ms / 1000:
-            self._announced_s = now_s
-            others = [peer_id for peer_id, _ in present(self._members()) if peer_id != self._me]
-            if others:
-                self.tell(self._rng.choice(others))
-            self._ask_dissenters()
-        if now_s - self._changed_s < self._settings.reconcile_still_ms / 1000:
-            return
+        self._forget_gone()
+        self._say_holdings(now_s)
+        self._scrub.tick()
+        self._repairing.tick()
+        if self._was_full != self.full:
+            self._was_full = self.full
+            self._announce()
         names = {r.peer_id: r.name for r in self._members()}
         for dataset, known in self._known.items():
-            if known.placed is not None and not self.full:
-                for shard in known.placed.shards_of(self._me):
-                    if not self.store.has(dataset, shard) and self._fetching.sources((dataset, shard)):
-                        self._fetching.start((dataset, shard), urgent=False)
-            self._drop_surplus(dataset, known, now_s)
             self._watch.lost(known, self.reachable(dataset), now_s, self._changed_s)
             self._watch.dissent(known, names, now_s)
 
-    def _drop_surplus(self, dataset: bytes, known: Known, now_s: float) -> None:
-        """Never the last copy: only what its placed holders, who mean the same placement, all say they hold."""
-        if known.placed is None:
-            return
-        digest = known.placed.digest()
-        placed_peers = {p.peer_id for p in known.placed.peers} - {self._me}
-        agreed = all(p in known.others and known.others[p].placement == digest for p in placed_peers)
-        if not agreed or self._fetching:
-            known.drop_agreed_since_s = None
-            return
-        if known.drop_agreed_since_s is None:
-            known.drop_agreed_since_s = now_s
-        if now_s - known.drop_agreed_since_s < self._settings.drop_still_ms / 1000:
-            return
-        for shard in sorted(self.held(dataset)):
-            holders = known.placed.holders(shard)
-            full = len(holders) >= known.manifest.replicas
-            safe = full and all(p in known.others and shard in known.others[p].shards for p in holders)
-            if self._me not in holders and safe and (dataset, shard) not in self._in_use:
-                self.store.drop(dataset, shard)
-                known.verified.pop(shard, None)
-                known.version += 1
-                self._announce_wanted = True
-                self._journal.event("dropped", shard=known.manifest.shard_digests[shard].hex())
+    def _say_holdings(self, now_s: float) -> None:
+        others = [peer_id for peer_id, _ in present(self._members()) if peer_id != self._me]
+        size_bytes = len(others) * sum(len(k.manifest.shards) // 4 for k in self._known.values())
+        again_s = max(ANNOUNCE_AGAIN_S, size_bytes / self._settings.holdings_bytes_s)
+        if self._announce_wanted and now_s - self._announced_s > again_s:
+            self._announce_wanted, self._announced_s = False, now_s
+            for peer_id in others:
+                self.tell(peer_id)
+        elif now_s - self._announced_s > self._settings.holdings_interval_ms / 1000:
+            self._announced_s = now_s
+            if others:
+                self.tell(self._rng.choice(others))
+            self._ask_dissenters()
 
     def release_use(self) -> None:
         """A run ended or its assignment changed: nothing is in use until it is asked for again."""
         self._in_use.clear()
 
     async def close(self) -> None:
+        await self._repairing.close()
+        await self._scrub.close()
         await self._fetching.close()

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from p2p_dmc.core.placement import Placement, StoringPeer, placement
+from p2p_dmc.core.repair import Said
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Stamp
 from p2p_dmc.observe.journal import Journal
 
 LOST_AFTER_S, LOST_REMINDER_S = 5.0, 60.0
-
-
-@dataclass(slots=True)
-class OthersHoldings:
-    """What one other peer says that it holds of one data set."""
-
-    version: int
-    shards: frozenset[int]
-    placement: bytes
 
 
 @dataclass(slots=True)
@@ -37,34 +30,59 @@ class Known:
 
     manifest: Manifest
     verified: dict[int, Stamp] = field(default_factory=dict)
-    """Shards that had the right digest while their file was as it is said here."""
-    others: dict[str, OthersHoldings] = field(default_factory=dict)
+    """Shards that had the right digest, in this life of the agent, while their file was as it is said here."""
+    verified_s: dict[int, float] = field(default_factory=dict)
+    """When, by the monotonic clock."""
+    doubted: set[int] = field(default_factory=set)
+    """Shards whose file was written to after it was verified, and that were not verified again since."""
+    others: dict[str, Said] = field(default_factory=dict)
     placed: Placement | None = None
     dissents: dict[str, Dissent] = field(default_factory=dict)
     version: int = 1
-    drop_agreed_since_s: float | None = None
+    """Grows whenever what is held here, or what is known of it, changes."""
     lost_said_s: float = 0.0
 
     def place(self, peers: tuple[StoringPeer, ...]) -> bool:
         """Place the shards on these peers; False where they are already."""
-        before = self.placed
-        if before is None:
-            self.placed = placement(self.manifest.shard_digests, peers, self.manifest.replicas)
-        else:
-            self.placed = before.with_peers(peers)
-        if self.placed is not before:  # gossip brings the others to it soon
-            self.dissents = {peer_id: dissent for peer_id, dissent in self.dissents.items() if dissent.named}
-        return self.placed is not before
+        return self.take(placed_on(self.manifest, self.placed, peers))
+
+    def take(self, placed: Placement) -> bool:
+        """The placement from now on; False if it is the one there was."""
+        if placed is self.placed:
+            return False
+        self.placed = placed
+        # gossip brings the others to it soon
+        self.dissents = {peer_id: dissent for peer_id, dissent in self.dissents.items() if dissent.named}
+        return True
 
     def verify(self, shard: int, stamp: Stamp | None) -> None:
         """The shard had the right digest when its file was like that; None: it is gone again."""
         if stamp is not None:
+            self.doubted.discard(shard)
             self.verified[shard] = stamp
+            self.verified_s[shard] = time.monotonic()
+            self.version += 1
+
+    def doubt(self, shard: int) -> bool:
+        """The shard's file is another one than was verified, or gone; False if that was known."""
+        self.verified_s.pop(shard, None)
+        self.doubted.add(shard)
+        if self.verified.pop(shard, None) is None:
+            return False
+        self.version += 1
+        return True
 
     def dissenters(self) -> list[str]:
         """Who means another placement than this peer."""
         digest = self.placed.digest() if self.placed is not None else b""
         return sorted(peer_id for peer_id, other in self.others.items() if other.placement != digest)
+
+
+def placed_on(manifest: Manifest, before: Placement | None, peers: tuple[StoringPeer, ...]) -> Placement:
+    """The placement of a data set on these peers, from one that there was."""
+    if before is None:
+        before = placement(manifest.shard_digests, (), manifest.replicas)
+    return before.with_peers(peers)
 
 
 class DataWatch:

@@ -63,6 +63,10 @@ class Serving:
         total = known.manifest.shard_sizes[request.part]
         offset = min(request.offset, total)
         key, size = (request.digest, request.part), min(request.size, total - offset)
+        if request.part in known.verified and self._store.stamp(*key) != known.verified[request.part]:
+            self._damaged(key)  # written to since
+        if request.part in known.doubted and self._store.has(*key):
+            return None  # nobody gets it before it was looked at again
         try:
             data = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._read, key, offset, size

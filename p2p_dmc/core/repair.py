@@ -42,6 +42,15 @@ class Said:
     copies: Copies
     placement: bytes
     """Digest of the placement that it means."""
+    boot: int = 0
+    """Which life of the peer says so."""
+    version: int = 0
+    """Grows with every change in that life."""
+
+    @property
+    def shards(self) -> ShardSet:
+        """What can be had of it."""
+        return self.copies.there
 
 
 class Repair:
@@ -59,9 +68,10 @@ class Repair:
         replicas: int,
         pledges: Pledges,
         settings: RepairSettings,
+        others: dict[str, Said] | None = None,
     ) -> None:
         self.plan: Plan | None = None
-        self.others: dict[str, Said] = {}
+        self.others: dict[str, Said] = {} if others is None else others
         self._me = me
         self._dataset = dataset
         self._shards = shards

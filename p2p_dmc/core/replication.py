@@ -11,7 +11,7 @@ when it has not been for longer. So a peer that comes and goes puts off what con
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,10 @@ class Copies:
     """Whose files are there, and were not looked at yet: not lost, and not to be relied on."""
     full: bool
     """It has no room for what it lacks."""
+    there: ShardSet = field(init=False)
 
-    @property
-    def there(self) -> ShardSet:
-        return self.verified | self.unverified
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "there", self.verified | self.unverified)
 
 
 class Plan:

@@ -12,6 +12,7 @@ store at a time (the agent sees to that); its threads may share it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -43,6 +44,11 @@ __all__ = ["PartialShard", "ShardMissing", "Stamp", "Store", "StoreFull"]
 
 Stamp = tuple[int, int, int]
 """Of a file: when it was last written to (ns), its size in bytes, its inode."""
+
+SPARED_BYTES, SPARED_PART = 1 << 30, 0.02
+"""Of a disk, whichever is less, is left to checkpoints, logs and everybody else."""
+
+log = logging.getLogger("p2p_dmc.data")
 
 _STAGING = "staging-"
 _SPOOL = "spool-"
@@ -204,7 +210,9 @@ class Store:
 
     def _room(self, written_bytes: int = 0) -> int:
         """``written_bytes`` are on the disk for what the room is asked for, and not counted as used yet."""
-        free = shutil.disk_usage(self.root).free - self._unwritten_bytes + written_bytes
+        disk = shutil.disk_usage(self.root)
+        spared = min(SPARED_BYTES, int(disk.total * SPARED_PART))
+        free = disk.free - spared - self._unwritten_bytes + written_bytes
         if self.capacity_bytes is not None:
             free = min(free, self.capacity_bytes - self._used_bytes)
         return free
@@ -233,18 +241,33 @@ class Store:
 
     def verify(self, dataset: bytes, shard_index: int) -> bool:
         """Hash a held shard again. A damaged one is deleted and held no longer. False if it is not held."""
+        return self.fault(dataset, shard_index) is None
+
+    def fault(self, dataset: bytes, shard_index: int, *, from_disk: bool = False) -> str | None:
+        """Hash a held shard again: None for one that is whole, else what is wrong, and it is deleted, held no longer.
+
+        ``from_disk``: read it from there, not from what the system remembers of it. "" for one that is not held.
+        """
         one = self._dataset(dataset)
         path = one.path(shard_index)
-        if not self.has(dataset, shard_index):
-            return False
-        try:
-            with path.open("rb") as file:
-                if file_digest(file) == one.manifest.shard_digests[shard_index]:
-                    return True
-        except OSError:
-            pass  # unreadable is as good as damaged: another replica has it
-        self._drop_damaged(dataset, shard_index)
-        return False
+        while self.has(dataset, shard_index):
+            before = self.stamp(dataset, shard_index)
+            try:
+                with path.open("rb") as file:
+                    if from_disk:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    if file_digest(file) == one.manifest.shard_digests[shard_index]:
+                        return None
+                    wrong = "is damaged"
+            except FileNotFoundError:
+                wrong = "is gone from the disk"
+            except OSError as error:  # as good as damaged: another replica has it
+                wrong = f"cannot be read ({error.strerror})"
+            with self._lock:
+                if self.stamp(dataset, shard_index) == before:  # else it came anew while it was read
+                    self._drop_damaged(dataset, shard_index)
+                    return wrong
+        return ""
 
     def stamp(self, dataset: bytes, shard_index: int) -> Stamp | None:
         """Of a shard's file; another one than before means that it was written to. None: there is no file."""
@@ -255,7 +278,10 @@ class Store:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def drop(self, dataset: bytes, shard_index: int) -> None:
-        """Delete a shard. Whether other peers hold it is the caller's care. Nothing happens if not held."""
+        """Delete a shard. Whether other peers hold it is the caller's care. Nothing happens if not held.
+
+        A file that the disk does not let go of is held no longer all the same; the next start finds it again.
+        """
         one = self._dataset(dataset)
         path = one.path(shard_index)
         with self._lock:
@@ -266,7 +292,10 @@ class Store:
                 if not self._copies[digest]:
                     del self._copies[digest]
                     self._used_bytes -= one.manifest.shard_sizes[shard_index]
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.warning("%s: %s", path, error.strerror)
 
     def _drop_damaged(self, dataset: bytes, shard_index: int) -> None:
         """Of every version that has this file."""

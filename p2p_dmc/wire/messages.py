@@ -228,14 +228,36 @@ class RunClosed:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """Which shards of one data set the sender holds, verified. ``bitmap``: one bit a shard, numpy.packbits order."""
+    """Which shards of one data set the sender holds. Bitmaps have one bit a shard, in numpy.packbits order."""
 
     dataset: bytes
     name: str
     version: int
-    bitmap: bytes
+    bitmap: bytes  # verified in this life of the sender
+    unverified: bytes  # files that it has not looked at yet
+    full: bool  # it has no room for what it lacks
     placement: bytes  # digest of the placement that the sender computed
     answer: bool  # the sender wants to hear the receiver's
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PledgeAsked:
+    """The sender wants to give up these shards and asks whether the receiver keeps them (core/pledges.py)."""
+
+    dataset: bytes
+    number: int
+    shards: tuple[int, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pledged:
+    """The sender keeps these of the shards that it was asked about under this number."""
+
+    dataset: bytes
+    number: int
+    shards: tuple[int, ...]
 
 
 class BulkKind(IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from p2p_dmc.core.membership import MemberRecord, MemberState
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import RemoteProtocolError
-from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings
+from p2p_dmc.wire.messages import BulkKind, BulkRequest, Holdings, PledgeAsked, Pledged
 from tests.agent.helpers import Around, peer, record, surroundings
 from tests.data.helpers import seed_tree, small_tree
 
@@ -80,6 +81,7 @@ class Net:
         self.nodes: list[Node] = []
         self.now_s = 1000.0
         self.watch: Callable[[], None] = lambda: None
+        self.pledges: Callable[[Node, str, PledgeAsked], None] | None = None
         self.seen_by: Callable[[Node], tuple[MemberRecord, ...]] = lambda node: self.members()
         self.lose: Callable[[Node, str, Holdings], bool] = lambda sender, to, message: False
 
@@ -90,10 +92,16 @@ class Net:
         if isinstance(message, Holdings) and self.lose(sender, to, message):
             return
 
+        if isinstance(message, PledgeAsked) and self.pledges is not None:
+            self.pledges(sender, to, message)
+
         def arrive() -> None:
             for node in self.nodes:
-                if node.id == to and node.alive and sender.alive and isinstance(message, Holdings):
-                    node.data.heard(sender.id, message)
+                if node.id == to and node.alive and sender.alive:
+                    if isinstance(message, Holdings):
+                        node.data.heard(sender.id, message)
+                    elif isinstance(message, (PledgeAsked, Pledged)):
+                        node.data.heard_of_pledges(sender.id, message)
 
         asyncio.get_running_loop().call_soon(arrive)
 
@@ -197,6 +205,20 @@ def zero(store: Store, manifest: Manifest, shard: int) -> None:
     store.path(manifest.digest, shard).write_bytes(bytes(manifest.shard_sizes[shard]))
 
 
+def unnoticed(
+    store: Store, manifest: Manifest, shard: int, how: Callable[[Store, Manifest, int], None]
+) -> None:
+    """Other bytes in a file that nobody wrote to, as far as the disk knows."""
+    before = store.path(manifest.digest, shard).stat()
+    how(store, manifest, shard)
+    os.utime(store.path(manifest.digest, shard), ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def all_verified(node: Node, manifest: Manifest) -> bool:
+    known = node.data._known.get(manifest.digest)
+    return known is not None and set(known.verified) == node.data.held(manifest.digest)
+
+
 def settled(net: Net, manifest: Manifest) -> bool:
     """Everybody who is there has what placement gives it."""
     d = manifest.digest
@@ -294,19 +316,41 @@ def test_after_a_death_the_rest_restores_the_replicas(
     run(work())
 
 
-def test_bytes_wait_out_flapping(tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]) -> None:
+def test_bytes_wait_out_flapping_shard_by_shard(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    """A peer that comes and goes moves nothing, and keeps nobody from replacing what another took with it."""
     store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
 
     async def work() -> None:
-        async with net_of(replace(SETTINGS, reconcile_still_ms=1000)) as net:
-            net.join(1, store)
-            two = net.join(2, empty(tmp_path, 2))
-            await net.until(lambda: two.data.manifest(manifest.digest) is not None)
-            for _ in range(5):
+        async with net_of(replace(SETTINGS, reconcile_still_ms=1000, drop_still_ms=2000)) as net:
+            nodes = [net.join(1, store), *(net.join(i, empty(tmp_path, i)) for i in (2, 3, 4))]
+            await net.until(
+                lambda: (
+                    settled(net, manifest)
+                    and all(n.data.held(d) == set(n.data.placed(d).shards_of(n.id)) for n in nodes)
+                )
+            )
+            fetched = [len(n.events("fetched")) for n in nodes]
+            flapping, dead = nodes[3], nodes[2]
+            was = {s: nodes[0].data.placed(d).holders(s) for s in shards}
+
+            async def flap() -> None:
+                flapping.alive = not flapping.alive
                 net.changed()
                 await net.rest(0.8)
-            assert two.data.held(manifest.digest) == frozenset() and two.data.fetching() == 0
-            await net.until(lambda: settled(net, manifest))
+
+            for _ in range(6):
+                await flap()
+            assert [len(n.events("fetched")) for n in nodes] == fetched
+            net.kill(dead)
+            due = {s for s in shards if dead.id in was[s] and flapping.id not in was[s]}
+            assert due
+            for _ in range(20):
+                await flap()
+            two = nodes[:2]
+            assert all(sum(n.data.usable(d, s) for n in (*two, flapping)) >= 2 for s in due)
 
     run(work())
 
@@ -442,9 +486,20 @@ def test_a_word_that_was_lost_is_asked_for_before_anybody_is_named(
 
 
 @pytest.mark.parametrize(
-    "case", ["agreed", "one lacks it", "another placement", "unheard", "in use", "too soon", "few"]
+    "case",
+    [
+        "agreed",
+        "one lacks it",
+        "another placement",
+        "unheard",
+        "in use",
+        "too soon",
+        "few",
+        "no pledge",
+        "none of one",
+    ],
 )
-def test_a_copy_is_dropped_only_when_all_that_should_have_it_say_so(
+def test_a_copy_is_dropped_only_when_all_that_should_have_it_pledge_to_keep_it(
     tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], case: str
 ) -> None:
     """The others' word by hand: peers 2 and 3 are to hold everything, peer 1 nothing."""
@@ -464,10 +519,16 @@ def test_a_copy_is_dropped_only_when_all_that_should_have_it_say_so(
                 if case != "unheard" or i == 2:
                     said = Holdings(
                         dataset=d, name="small", version=1, bitmap=bitmap(frozenset(held), len(shards)),
-                        placement=placement, answer=False,
+                        unverified=bitmap(frozenset(), len(shards)), full=False, placement=placement, answer=False,
                     )  # fmt: skip
                     one.data.heard(peer(i), said)
 
+            def pledges(sender: Node, to: str, asked: PledgeAsked) -> None:
+                kept = tuple(s for s in asked.shards if to == peer(2) or (case, s) != ("none of one", 0))
+                if to == peer(2) or case != "no pledge":
+                    sender.data.heard_of_pledges(to, Pledged(dataset=d, number=asked.number, shards=kept))
+
+            net.pledges = pledges
             says(2, shards, placed.digest())
             if case != "few":
                 says(
@@ -478,7 +539,9 @@ def test_a_copy_is_dropped_only_when_all_that_should_have_it_say_so(
             if case == "in use":
                 one.data._in_use.add((d, 0))
             await net.rest(0.2 if case == "too soon" else 2.0)
-            kept = {"agreed": set(), "one lacks it": {0}, "in use": {0}}.get(case, set(shards))
+            kept = {"agreed": set(), "one lacks it": {0}, "in use": {0}, "none of one": {0}}.get(
+                case, set(shards)
+            )
             assert one.data.held(d) == kept
             assert all(store.path(d, s).exists() == (s in kept) for s in shards)
             if case == "in use":
@@ -517,7 +580,8 @@ def lie(node: Node, answer: Callable[[BulkRequest, tuple[int, bytes]], tuple[int
 
 
 FAULTS: dict[str, Callable[[Node, Manifest], None]] = {
-    "damaged on its disk": lambda node, m: zero(node.store, m, 1),
+    "written to on its disk": lambda node, m: zero(node.store, m, 1),
+    "rotten on its disk": lambda node, m: unnoticed(node.store, m, 1, zero),
     "gone from its disk": lambda node, m: node.store.path(m.digest, 1).unlink(),
     "silent": lambda node, m: node.server.close(),
     "does not have it": lambda node, m: lie(node, lambda r, found: None),
@@ -544,13 +608,14 @@ def test_a_source_that_fails_is_replaced_by_another(
             await net.until(lambda: len(three.data._fetching.sources((d, shard))) == 2)
             bad, good = in_order(net, three, manifest, shard)
             whole = store.path(d, shard).read_bytes()
+            await net.until(lambda: all_verified(bad, manifest) and all_verified(good, manifest))
             FAULTS[fault](bad, manifest)
             came: list[int] = []
             three.data.want(d, shard, lambda: came.append(1))
             await net.until(lambda: came == [1])
             assert three.data.usable(d, shard) and three.store.path(d, shard).read_bytes() == whole
             assert [e["source"] for e in three.events("fetched")] == [good.id]
-            digests_fit = fault not in ("damaged on its disk", "another's bytes")
+            digests_fit = fault not in ("rotten on its disk", "another's bytes")
             assert [e["source"] for e in three.events("bad_shard")] == ([] if digests_fit else [bad.id])
             if fault == "gone from its disk":  # whoever notices gets it back
                 await net.until(lambda: [e["source"] for e in bad.events("fetched")] == [good.id])
@@ -795,7 +860,7 @@ def test_holdings_that_make_no_sense_are_the_senders_fault(
             ):
                 with pytest.raises(RemoteProtocolError):
                     one.data.heard(peer(2), wrong)
-            assert one.data.holders(manifest.digest)[0] == [one.id]  # peer 2 is no member (any more)
+            assert peer(2) not in one.data.copies(manifest.digest)  # peer 2 is no member (any more)
 
     run(work())
 

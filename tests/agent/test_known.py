@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from p2p_dmc.agent.known import DataWatch, Known, OthersHoldings
+from p2p_dmc.agent.known import DataWatch, Known
 from p2p_dmc.core.placement import StoringPeer, placement
+from p2p_dmc.core.repair import Said, copies_of
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.observe.journal import Journal
@@ -15,6 +16,7 @@ from tests.agent.helpers import peer
 from tests.data.helpers import seed_tree, small_tree
 
 STILL_S = 20.0
+NOTHING = copies_of({}, frozenset(), False, 1)
 NAMES = {peer(2): "bob", peer(3): "carol"}
 
 
@@ -41,9 +43,7 @@ class Watched:
     def hears(self, i: int, digest: bytes | None = None) -> None:
         """Peer i means this placement, or that of this peer."""
         assert self.known.placed is not None
-        self.known.others[peer(i)] = OthersHoldings(
-            version=1, shards=frozenset(), placement=digest or self.known.placed.digest()
-        )
+        self.known.others[peer(i)] = Said(copies=NOTHING, placement=digest or self.known.placed.digest())
 
     def at(self, now_s: float) -> list[str]:
         """What is said then."""
