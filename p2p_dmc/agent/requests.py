@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent.evicting import evict
+from p2p_dmc.agent.placement_facts import dataset_facts
 from p2p_dmc.agent.presence import storing
 from p2p_dmc.agent.waiting import waiting
 from p2p_dmc.core.membership import MemberState, Role
-from p2p_dmc.core.placement import moves, placement
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.messages import ClientReply, ClientRequest, decode_meta
 from p2p_dmc.wire.transport import normalise_address
@@ -137,7 +137,7 @@ class Requests:
         manifest = data.manifest(dataset)
         if manifest is None:
             raise UserError(f"data set {dataset.hex()} is not known here")
-        holders = data.holders(dataset)
+        told, copies = data.tally(dataset), data.copies(dataset)
         return {
             "name": manifest.name,
             "dataset": dataset.hex(),
@@ -149,12 +149,9 @@ class Requests:
             "replicas": manifest.replicas,
             "held_here": len(data.held(dataset)),
             "fetching": data.fetching(),
-            "under_replicated": data.under_replicated(dataset),
-            "lost": sum(not h for h in holders.values()),
-            "holders": {
-                peer_id: sum(peer_id in h for h in holders.values())
-                for peer_id in sorted({p for h in holders.values() for p in h})
-            },
+            "under_replicated": told.under_replicated if told is not None else len(manifest.shards),
+            "lost": told.lost if told is not None else len(manifest.shards),
+            "holders": {p: len(c.verified) for p, c in sorted(copies.items()) if len(c.verified)},
         }
 
     def placement(self, without: tuple[str, ...]) -> dict[str, Any]:
@@ -162,41 +159,7 @@ class Requests:
         agent = self._agent
         peers = storing(agent.members())
         gone = {self.peer(text) for text in without}
-        sets = []
-        for manifest in agent.data.manifests():
-            placed = agent.data.placed(manifest.digest)
-            now = (placed or placement(manifest.shard_digests, (), manifest.replicas)).with_peers(peers)
-            later = now.with_peers([p for p in peers if p.peer_id not in gone])
-            holders = agent.data.holders(manifest.digest)
-            sets.append(
-                {
-                    "name": manifest.name,
-                    "dataset": manifest.digest.hex(),
-                    "replicas": manifest.replicas,
-                    "placement": now.digest().hex(),
-                    "dissenters": agent.data.dissenters(manifest.digest),
-                    "shards": [
-                        {
-                            "shard": digest.hex(),
-                            "size_bytes": manifest.shard_sizes[i],
-                            "samples": manifest.sample_counts[i],
-                            "should": list(now.holders(i)),
-                            "does": holders[i],
-                        }
-                        for i, digest in enumerate(manifest.shard_digests)
-                    ],
-                    "moves": [
-                        {
-                            "shard": manifest.shard_digests[m.shard_index].hex(),
-                            "to": m.peer_id,
-                            "size_bytes": manifest.shard_sizes[m.shard_index],
-                        }
-                        for m in moves(now, later)
-                    ]
-                    if gone
-                    else [],
-                }
-            )
+        sets = [dataset_facts(agent.data, manifest, peers, gone) for manifest in agent.data.manifests()]
         names = {r.peer_id: r.name for r in agent.members()}
         domains = {p.peer_id: p.domain for p in peers if p.domain}
         return {"datasets": sets, "without": sorted(gone), "names": names, "domains": domains}

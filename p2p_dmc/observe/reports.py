@@ -34,6 +34,8 @@ EVICT_WAIT_S = 30.0
 LEAVE_WAIT_S = 60.0
 """Ending trainers and handing over shards are bounded by less."""
 MOST_HOPS = 3
+MOST_SHARDS = 64
+"""Of a data set with more, only those that are not where they should be are shown, and no more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +211,28 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
     for number, dataset in enumerate(facts["datasets"]):
         if number:
             terminal.print()
-        short_of = sum(not set(s["should"]) <= set(s["does"]) for s in dataset["shards"])
+        shards = dataset["shards"]
+        short_of = [s for s in shards if not set(s["should"]) <= set(s["does"])]
         heading = (
-            f"data set {dataset['name']} {dataset['dataset'][:12]}: {plural(len(dataset['shards']), 'shard')}, "
-            f"{plural(dataset['replicas'], 'replica')} wanted; {short_of} not yet where they should be"
+            f"data set {dataset['name']} {dataset['dataset'][:12]}: {plural(len(shards), 'shard')}, "
+            f"{format_size(dataset['size_bytes'])}, {plural(dataset['replicas'], 'replica')} wanted; "
+            f"{len(short_of)} not yet where they should be\n"
+            f"under-replicated {dataset['under_replicated']}, in flight {dataset['in_flight']}, "
+            f"not verified yet {dataset['unverified']}, lost {dataset['lost']}"
         )
         terminal.print(Text(printable(heading)))
         if dataset["dissenters"]:
             terminal.print(Text(printable(f"placed otherwise by {called(dataset['dissenters'])}")))
+        _render_peers(dataset["peers"], names, terminal)
+        shown = shards if len(shards) <= MOST_SHARDS else short_of[:MOST_SHARDS]
         table = table_of("SHARD", "SAMPLES", "SIZE", "SHOULD HOLD", "HOLD")
-        for s in dataset["shards"]:
+        for s in shown:
             size = format_size(s["size_bytes"])
             table.add_row(*cells(s["shard"][:12], s["samples"], size, called(s["should"]), called(s["does"])))
-        terminal.print(table)
+        if shown:
+            terminal.print(table)
+        if len(shown) < len(shards):
+            terminal.print(Text(f"{len(shards) - len(shown)} more shards: --json lists all"))
         if facts["without"]:
             terminal.print(Text(printable(f"without {called(facts['without'])}:")))
             _render_moves(dataset["moves"], names, terminal)
@@ -232,6 +243,20 @@ def render_placement(facts: Facts, terminal: Terminal) -> None:
         terminal.print(Text(printable(f"domain {domain}: {called(peers)}")))
     if not facts["datasets"]:
         terminal.print("no data set is known here yet")
+
+
+def _render_peers(peers: list[Facts], names: dict[str, str], terminal: Terminal) -> None:
+    """What each holds and should hold, in shards and bytes."""
+    table = table_of("PEER", "HOLDS", "SIZE", "SHOULD HOLD", "SIZE", "TO COME", "SIZE", "")
+    for p in peers:
+        notes = [f"{p['unverified']} not verified yet"] * bool(p["unverified"]) + ["no room"] * bool(
+            p["full"]
+        )
+        row = [names.get(p["peer_id"], p["peer_id"][:8])]
+        for what in ("held", "placed", "to_come"):
+            row += [p[what], format_size(p[f"{what}_bytes"])]
+        table.add_row(*cells(*row, ", ".join(notes)))
+    terminal.print(table)
 
 
 def _render_moves(moves: list[Facts], names: dict[str, str], terminal: Terminal) -> None:

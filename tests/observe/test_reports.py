@@ -50,7 +50,13 @@ def placement_facts() -> dict[str, Any]:
     lost = {"shard": "f" * 32, "size_bytes": 2048, "samples": 7, "should": [ALICE, BOB], "does": []}
     move = {"shard": "e" * 32, "to": BOB, "size_bytes": 2048}
     one = {"name": "digits", "dataset": "d" * 32, "replicas": 2, "shards": [shard, lost], "moves": [move]}
+    one |= {"size_bytes": 4096, "under_replicated": 2, "in_flight": 3, "unverified": 4, "lost": 1}
     one["dissenters"] = [BOB]
+    one["peers"] = [
+        {"peer_id": p, "held": i, "held_bytes": i << 10, "unverified": i, "placed": 2, "placed_bytes": 4096,
+         "to_come": 2 - i, "to_come_bytes": (2 - i) << 10, "full": p == BOB}
+        for i, p in enumerate((ALICE, BOB))
+    ]  # fmt: skip
     names, domains = {ALICE: "alice", BOB: "bob"}, {BOB: "rack2", ALICE: "rack1"}
     return {"datasets": [one], "without": [ALICE], "names": names, "domains": domains}
 
@@ -78,7 +84,7 @@ def test_status_says_everything() -> None:
         "8",
         "0.1235",
         "2 of 5",
-        "34%",
+        "34%, 3 skipped",
         "2400",
         "3.40",
         "bob, alice, cccccccc (catching up)",
@@ -103,13 +109,31 @@ def test_a_finished_epoch_count() -> None:
 
 def test_placement_says_everything() -> None:
     text = rendered(reports.render_placement, placement_facts(), 10_000)
-    assert "2 shards, 2 replicas wanted; 2 not yet where they should be\n" in text
+    assert "2 shards, 4.0 KiB, 2 replicas wanted; 2 not yet where they should be\n" in text
+    assert "\nunder-replicated 2, in flight 3, not verified yet 4, lost 1\n" in text
+    [mine, other] = [[c.strip() for c in line.split("  ") if c.strip()] for line in text.splitlines()[4:6]]
+    assert mine == ["alice", "0", "0 B", "2", "4.0 KiB", "2", "2.0 KiB", "-"]
+    assert other == ["bob", "1", "1.0 KiB", "2", "4.0 KiB", "1", "1.0 KiB", "1 not verified yet, no room"]
     assert [c.strip() for c in columns_of(text, "eeeeeeeeeeee")][1:] == ["7", "2.0 KiB", "alice", "bob"]
     assert [c.strip() for c in columns_of(text, "ffffffffffff")][-1] == "nobody"
     assert "without alice:\n" in text
-    assert [c.strip() for c in columns_of(text, "bob ")] == ["bob", "1", "2.0 KiB"]
+    [*_, move] = [line for line in text.splitlines() if line.startswith("bob ")]
+    assert move.split() == ["bob", "1", "2.0", "KiB"]
     assert "\nplaced otherwise by bob\n" in text
     assert "\ndomain rack1: alice\ndomain rack2: bob\n" in text
+
+
+def test_of_a_large_data_set_only_what_is_not_in_place_is_listed() -> None:
+    facts = placement_facts()
+    [one] = facts["datasets"]
+    placed = one["shards"][0] | {"should": [ALICE], "does": [ALICE, BOB]}
+    one["shards"] = [placed | {"shard": f"{i:032x}"} for i in range(100)] + one["shards"]
+    text = rendered(reports.render_placement, facts, 10_000)
+    assert "100 more shards: --json lists all\n" in text and "0" * 12 not in text
+    assert columns_of(text, "eeeeeeeeeeee")
+    one["shards"] = one["shards"][:100]
+    text = rendered(reports.render_placement, facts, 10_000)
+    assert "\n100 more shards: --json lists all\n" in text and "SHOULD HOLD  HOLD" not in text
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
