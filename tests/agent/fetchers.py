@@ -14,11 +14,12 @@ import zmq.asyncio
 
 from p2p_dmc.agent.bulk import BulkClient, BulkServer
 from p2p_dmc.agent.fetching import Fetching
-from p2p_dmc.agent.known import Known, OthersHoldings
+from p2p_dmc.agent.known import Known
 from p2p_dmc.agent.limits import RateLimit
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import StoringPeer, placement
+from p2p_dmc.core.repair import Said, copies_of
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.wire.messages import BulkKind, BulkRequest
@@ -28,6 +29,11 @@ DEADLINE_S = 60.0
 PIECE, RANGE = 4096, 16384
 SETTINGS = AgentSettings(fetch_piece_bytes=PIECE, fetch_chunk_bytes=RANGE, range_timeout_ms=2000)
 Found = tuple[int, bytes] | None
+
+
+def said(shards: frozenset[int], count: int) -> Said:
+    """The word of a peer that has verified these shards."""
+    return Said(copies=copies_of(dict.fromkeys(shards, 0), shards, False, count), placement=b"")
 
 
 class Node:
@@ -140,7 +146,7 @@ class World:
         d = self.manifest.digest
         for node in self.nodes:
             node.known[d].others = {
-                other.id: OthersHoldings(version=1, shards=other.store.holdings(d), placement=b"")
+                other.id: said(other.store.holdings(d), len(self.manifest.shards))
                 for other in self.nodes
                 if other is not node
             }

@@ -438,7 +438,7 @@ async def work(w):
     w.nodes.append(SimpleNamespace(record=record(1, bulk=sys.argv[2])))
     w.tell = lambda: None
     me.known[w.manifest.digest].others = {
-        peer(1): fetchers.OthersHoldings(version=1, shards=w.origin.holdings(w.manifest.digest), placement=b"")
+        peer(1): fetchers.said(w.origin.holdings(w.manifest.digest), len(w.manifest.shards))
     }
     came = me.want([0])
     await w.until(lambda: came == [0])
