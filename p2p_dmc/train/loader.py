@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from p2p_dmc.errors import UserError
 from p2p_dmc.train import source
 from p2p_dmc.train.dataset import Dataset
 from p2p_dmc.train.leases import Batch
+from p2p_dmc.train.loader_state import LoaderState
 from p2p_dmc.train.prefetch import Pipe, WorkerSettings
 from p2p_dmc.train.source import Collate, Decode, Source
 from p2p_dmc.wire import trainer_messages as tm
@@ -83,6 +84,7 @@ class Loader(DataLoader[Any]):
         self._batch_size = batch_size
         self._epochs = epochs
         self._seed = seed
+        self._loaded: LoaderState | None = None
         self._skips = 0
         self._given = (0, 0)  # epoch, batches of it that the loop has got
         made = Source(
@@ -150,6 +152,22 @@ class Loader(DataLoader[Any]):
             return given + -(-foreseen // self._batch_size)
         return max(given, -(-len(self._data) // (self._batch_size * (view.world if view is not None else 1))))
 
+    def state_dict(self) -> dict[str, Any]:
+        """By torchdata's conventions: plain values that name the data, its order, and how far the run has come."""
+        return LoaderState.now(self._data.digest.hex(), self._seed, self._rounds).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that this run is the one in which the state was saved; UserError, now or at the first batch.
+
+        The loader goes on where the run is, which the other peers and the checkpoints know, never back to the state.
+        """
+        state = LoaderState.parse(state_dict)
+        state.check_data(self._data.digest.hex(), self._seed)
+        if self._rounds.started:
+            state.check_run(self._rounds)
+        else:
+            self._loaded = state
+
     def close(self) -> None:
         """End the workers. Iterating starts them again."""
         self._pipe.close()
@@ -178,6 +196,8 @@ class Loader(DataLoader[Any]):
             outer="average",
         )
         self._rounds.start(ready, flat, optimizer.inner)
+        if self._loaded is not None and self._rounds.view is not None:
+            self._loaded.check_run(self._rounds)
         optimizer.keep_state(self._peer._run_folder, self._peer._welcome.checkpoint_every_s)
 
     def _lease(self, epoch: int) -> bool:

@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 
 from p2p_dmc.errors import UserError
-from p2p_dmc.train.processes import die_with_parent
+from p2p_dmc.train.processes import die_with_parent, end_by
 
 EXIT_INTERRUPTED = 130
 REAP_WAIT_S = 1.0
@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
         traceback.print_exception(type(error), error, _from_script(error.__traceback__, script))
         if notes := getattr(error, "__notes__", ()):  # the last line is what the agent shows
             print(f"{type(error).__name__}: {error} ({'; '.join(notes)})", file=sys.stderr)
+        if number := getattr(error, "worker_signal", 0):
+            end_by(number)  # what killed a worker would have killed this process, without workers
         return 1
     return 0
 

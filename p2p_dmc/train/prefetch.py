@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from p2p_dmc.train.leases import Batch
-from p2p_dmc.train.source import Outcome, Source, WorkerStart
+from p2p_dmc.train.source import Outcome, Source, WorkerStart, add_note
+from p2p_dmc.train.worker_watch import WorkerWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,9 @@ class Pipe:
         self._asked: deque[Batch | None] = deque()
         self._coming: deque[Batch] = deque()
         self._returned: Iterator[Outcome | None] | None = None
+        self._watch = WorkerWatch()
+        self._alone = 0  # so many batches are still made one after the other
+        self._last_death: int | None = None
 
     @property
     def depth(self) -> int:
@@ -73,10 +79,35 @@ class Pipe:
     def get(self, plan: Sequence[Batch]) -> Outcome:
         """The outcome of the first batch of the plan, and the workers go on with the next ones.
 
-        Raises what ``decode`` and ``collate`` do if there are no workers, and torch's errors about workers. The
-        workers are gone then.
+        When a worker dies, all are started anew and make one batch after the other, so that none but the one that is
+        wanted can be to blame; what the dead had made was not handed out. Raises WorkerDied if that one kills, too;
+        what ``decode`` and ``collate`` raise if there are no workers; and torch's errors about workers that hang or
+        cannot start. The workers are gone then.
         """
+        how = self._watch.dead()
+        while True:
+            if how is not None:
+                print(
+                    f"a worker of the loader {died(how)}: starting anew, one batch at a time", file=sys.stderr
+                )
+                self.close()
+                self._alone = max(1, self.depth)
+            alone = self._alone > 0
+            try:
+                return self._next(list(plan)[:1] if alone else plan)
+            except RuntimeError as error:
+                how = self._last_death
+                if how is None:
+                    if self.depth:
+                        add_note(error, f"while making the batch of {self._source.name(plan[0])}")
+                    raise
+                if alone:
+                    name = self._source.name(plan[0])
+                    raise WorkerDied(f"a worker of the loader {died(how)} over {name}", how) from error
+
+    def _next(self, plan: Sequence[Batch]) -> Outcome:
         self._agree(plan)
+        self._watch.waiting = True
         try:
             if self._returned is None:
                 self._returned = self._start()
@@ -84,10 +115,15 @@ class Pipe:
                 outcome = next(self._returned)
                 if self._asked.popleft() is not None:
                     assert outcome is not None
+                    self._alone = max(0, self._alone - 1)
                     return outcome
         except BaseException:
+            self._last_death = self._watch.dead()
+            self._watch.waiting = False
             self.close()
             raise
+        finally:
+            self._watch.waiting = False
 
     def forget(self) -> None:
         """Nothing that is under way is wanted any more."""
@@ -96,7 +132,13 @@ class Pipe:
 
     def close(self) -> None:
         """End the workers; the next batch starts them again."""
-        self._returned = None  # torch's iterator ends its workers when it goes
+        end = getattr(self._returned, "_shutdown_workers", None)
+        self._returned = (
+            None  # torch's iterator ends its workers when it goes; a traceback may hold it for long
+        )
+        if end is not None:
+            end()
+        self._watch.end()
         self._asked.clear()
         self._coming.clear()
 
@@ -129,7 +171,10 @@ class Pipe:
             multiprocessing_context=settings.multiprocessing_context,
             generator=own,
         )
-        return iter(loader)
+        self._watch.begin()
+        returned = iter(loader)
+        self._watch.started()
+        return returned
 
     def _worker_seed(self) -> int:
         """What random numbers in the workers begin with: another one on each peer, and wherever they start."""
@@ -142,6 +187,21 @@ class Pipe:
         task = self._coming.popleft() if self._coming else None
         self._asked.append(task)
         return task
+
+
+class WorkerDied(RuntimeError):
+    """A worker process died over one batch. ``worker_signal``: what killed it, or 0."""
+
+    def __init__(self, said: str, how: int) -> None:
+        super().__init__(said)
+        self.worker_signal = max(0, -how)
+
+
+def died(how: int | None) -> str:
+    """In words."""
+    if how is None or how > 0:
+        return f"ended with exit code {how}"
+    return f"was killed by {signal.Signals(-how).name}"
 
 
 class _Tasks:

@@ -77,6 +77,11 @@ class Rounds:
         """The run's, and those that it took the place of; none before the first view."""
         return (self.view.history, *self.view.replaced) if self.view is not None else ()
 
+    @property
+    def last_round(self) -> int:
+        """The last complete one, by its number in the history; 0 before any."""
+        return max(0, self._next_round - 1)
+
     def start(self, ready: tm.RunReady, flat: state.FlatParameters, inner: torch.optim.Optimizer) -> None:
         """Say RunReady and wait for the first view, whose anchor becomes the parameters (or for the run's
         end).

@@ -67,6 +67,16 @@ class Source:
         except Exception as error:  # noqa: BLE001 raised where the batch is asked for, if it still is
             return FAILED, Failure(error), (), ()
 
+    def name(self, batch: Batch) -> str:
+        """A batch's samples, by the keys of the first few."""
+        keys: list[str] = []
+        for shard, lo, hi in batch.pieces:
+            path = shard_path(self.folder, self.manifest.shards[shard].digest)
+            indices = self._order(batch.epoch, shard)[lo:hi][: MOST_NAMED - len(keys)]
+            keys += [str(s["__key__"]) for s in self._reader.read_many(path, self.manifest, shard, indices)]
+        more = f" and {len(batch) - len(keys)} more" if len(batch) > len(keys) else ""
+        return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
+
     def _make(self, batch: Batch) -> Outcome:
         items: list[Any] = []
         skipped: list[int] = []
