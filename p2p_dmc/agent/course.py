@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_dmc.agent.barrier import BarrierResult
-from p2p_dmc.agent.work import Work
+from p2p_dmc.agent.work import Work, decode_payload
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import RoundFacts, TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import View
 from p2p_dmc.core.braids import Braid, part, size, unordered
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.pace import Pace, local_steps
 from p2p_dmc.wire.messages import RoundHeader
 
 
@@ -29,6 +30,9 @@ class Outcome:
     tau: TauState
     quarantined: bool
     """Samples of the standing assignment are skipped from now on."""
+    paces: tuple[Pace, ...]
+    work: Work | None
+    """For the next epoch, or for the rest of this one when that was shared out anew; None: it goes on as it was."""
 
 
 class Course:
@@ -43,7 +47,7 @@ class Course:
         self.work = work
         self.tau = tau
         self.policy = policy
-        self.speeds = [0] * len(view.members)
+        self.paces = tuple(Pace(before=decode_payload(p).speed) for p in view.payloads)
 
     def outcome(self, result: BarrierResult) -> Outcome:
         """Of the round whose headers these are. Nothing changes here."""
@@ -63,25 +67,41 @@ class Course:
             for stretch in unordered(struck):
                 ledger = ledger.strike(stretch) if ledger.epoch == self.ledger.epoch else ledger
         said = [facts(h) for h, votes in zip(result.headers, result.voting, strict=True) if votes]
+        goes_on = ledger.epoch == self.ledger.epoch
+        skips = goes_on and ledger.progress()[1] > quarantined
+        paces = tuple(
+            pace.after(h.samples, h.steps, h.compute_us)
+            for pace, h in zip(self.paces, result.headers, strict=True)
+        )
+        work = None
+        if not goes_on and not ledger.done:
+            work = Work.for_epoch(self.view, self.me, ledger, [pace.speed for pace in paces])
+        elif goes_on and not skips:
+            drop = not result.headers[self.me].finite
+            work = self.work.rebalanced(self.view, result.consumed, paces, drop_leases=drop)
+            ledger = ledger if work is None else ledger.shared_anew()
         return Outcome(
             counted=counted,
             ledger=ledger,
             tau=adacomm.after_round(self.policy, self.tau, said),
-            quarantined=ledger.epoch == self.ledger.epoch and ledger.progress()[1] > quarantined,
+            quarantined=skips,
+            paces=paces,
+            work=work,
         )
 
     def take(self, result: BarrierResult, outcome: Outcome) -> None:
         """The round is complete."""
-        for i, header in enumerate(result.headers):
-            if header.compute_us and header.samples:
-                self.speeds[i] = max(1, header.samples * 1_000_000 // header.compute_us)
-        if outcome.ledger.epoch != self.ledger.epoch and not outcome.ledger.done:
-            self.work = Work.for_epoch(self.view, self.me, outcome.ledger, self.speeds)
+        if outcome.work is not None:
+            self.work = outcome.work
         elif not outcome.ledger.done:
             self.work.advance(result.consumed)
             if not result.headers[self.me].finite:
                 self.work.drop_leases()
-        self.ledger, self.tau = outcome.ledger, outcome.tau
+        self.ledger, self.tau, self.paces = outcome.ledger, outcome.tau, outcome.paces
+
+    def steps(self) -> int:
+        """Local steps of my trainer in the next round."""
+        return local_steps(self.tau.tau, self.paces, self.me, self.work.busy)
 
 
 def divide(

@@ -255,13 +255,14 @@ class Run:
 
     def _payload(self) -> bytes:
         """Fixed at the first word of an attempt: the freeze that comes with it stops leases."""
-        ledger = self.ledger()
+        ledger, hand = self.ledger(), self.views.hand()
         count = len(ledger.counts)
         return encode_payload(
             ProposalPayload(
                 view_epoch=self.stood_in,
-                epoch=ledger.epoch,
-                claims=plain(self.views.claims()),
+                epoch=hand.epoch,
+                part=hand.part,
+                claims=plain(hand.braids),
                 holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
                 reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
                 speed=self.measured.speed,

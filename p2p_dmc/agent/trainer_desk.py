@@ -124,16 +124,16 @@ class TrainerDesk:
         if not self.up:
             return
         self.up = False
-        claims = self._run.views.claims()
-        if in_hand and claims:
+        hand = self._run.views.hand()
+        if in_hand and hand.braids:
             self._deaths += 1
             self.strikes.append(
                 Strike(
                     victim=f"{self._run.me.peer_id}:{self._run.services.boot}",
                     view_epoch=self._run.stood_in,
                     death=self._deaths,
-                    epoch=self._run.ledger().epoch,
-                    stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(claims)),
+                    epoch=hand.epoch,
+                    stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(hand.braids)),
                 )
             )
         self._run.withdraw(reason)

@@ -113,6 +113,7 @@ class Training:
         self._stale = False
         """Samples of the assignment were quarantined: the next barrier changes the view."""
         self._said_at_s = 0.0
+        self._repeats = 0
         self._lease_wanted: tuple[int, int, float] | None = None
         """Samples, samples ahead of them, since when."""
 
@@ -273,7 +274,10 @@ class Training:
             self.check_barrier()
 
     def repeat(self) -> None:
-        """Time has passed: say my header again to whoever has not answered; flags may have been raised since."""
+        """Time has passed: say my header again to whoever has not answered; flags may have been raised since.
+
+        And to each other one in turn: somebody may have missed it who waits for a third one, as all do in a ring.
+        """
         own = self.barrier.own
         if self.frozen or own is None or self._reducing is not None:
             return
@@ -281,7 +285,9 @@ class Training:
         if result is not None and not any(result.weights):
             self._raise_flags(own)
         else:
-            self._tell(own, self.barrier.missing())
+            self._repeats += 1
+            another = self.view.members[(self.me + self._repeats) % len(self.view.members)]
+            self._tell(own, (*self.barrier.missing(), another))
 
     def _raise_flags(self, own: RoundHeader) -> None:
         """Everybody stands here with nothing to reduce: only a change or the end of the run leads on."""
@@ -365,6 +371,7 @@ class Training:
             return False
         reach("complete")
         before, tau_used = self.ledger, self.held.tau.tau
+        in_hand = self.work.leased - self.work.cursors[self.me] - result.consumed[self.me]
         counted = [braid for part in outcome.counted for braid in part]
         given_up = self._given_up + ledger.given_up_since(before, unordered(counted))
         self._given_up = ()
@@ -379,9 +386,10 @@ class Training:
             RoundComplete(
                 view_epoch=lineage[0],
                 round=lineage[1],
-                tau=tau.tau,
+                steps=self.course.steps(),
                 epoch=ledger.epoch,
                 reset=not result.headers[self.me].finite,
+                retake=outcome.work is not None and self.work.leased < in_hand,
             )
         )
         self._after_completion()
@@ -446,7 +454,9 @@ class Training:
             weights=list(result.weights),
             skipped=[[epoch, s.shard, s.lo, s.hi] for epoch, s in given_up],
             samples_skipped=sum(len(s) for _, s in given_up),
-            speeds=list(self.course.speeds),
+            part=before.part,
+            speeds=[pace.speed for pace in self.course.paces],
+            said=[[h.samples, h.steps, h.compute_us, h.finite] for h in result.headers],
             tau_reason=self.held.tau.reason,
         )
 

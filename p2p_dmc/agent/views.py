@@ -21,9 +21,8 @@ from p2p_dmc.agent.view_opening import (
     report_view,
     view_started,
 )
-from p2p_dmc.agent.work import Work, decode_payload, gave_up_claims, in_start, opening_ledger
+from p2p_dmc.agent.work import Hand, Work, decode_payload, gave_up_claims, in_start, opening_ledger
 from p2p_dmc.core.agreement_messages import StateRef, View
-from p2p_dmc.core.braids import Braid
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
 
@@ -44,7 +43,7 @@ class Views:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._carried_claims: tuple[Braid, ...] = ()
+        self._carried = Hand(0, 0, ())
         self._trainer_base: StateRef | None = None
         """The state whose anchor the trainer's local parameters come from."""
         self.in_ledger: set[tuple[str, int, int]] = set()
@@ -70,7 +69,7 @@ class Views:
         """The rounds of the view that stood are over."""
         run = self._run
         if run.training is not None:
-            self._carried_claims = self.claims()
+            self._carried = self.hand()
         if run.rounds is not None:
             run.rounds.freeze()
         run.training = run.learning = None
@@ -91,12 +90,12 @@ class Views:
             self._run.keeper.pool().trim(SPARE_SLOTS)
         self._catch_up = self._catching_up = None
 
-    def claims(self) -> tuple[Braid, ...]:
-        """What the trainer has in hand: leased, and counted by no complete round."""
+    def hand(self) -> Hand:
+        """What the trainer has in hand, or had when the last view ended that it trained in."""
         training = self._run.training
         if training is None:
-            return self._carried_claims if self._run.stood_in else ()
-        return training.work.claims()
+            return self._carried if self._run.stood_in else Hand(0, 0, ())
+        return Hand(training.ledger.epoch, training.ledger.part, training.work.claims())
 
     def new_trainer(self) -> None:
         """It has done nothing yet."""

@@ -14,8 +14,10 @@ import numpy as np
 
 from p2p_dmc.core.agreement_messages import Lineage, StateRef, View
 from p2p_dmc.core.assignment import Assignment, assign, granted
-from p2p_dmc.core.braids import Braid, part, size
+from p2p_dmc.core.braids import Braid, in_turn, part, size
 from p2p_dmc.core.ledger import Ledger, Stretch, common
+from p2p_dmc.core.pace import Pace
+from p2p_dmc.core.rebalancing import Member, is_due, rebalanced
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 
@@ -51,6 +53,7 @@ class ProposalPayload:
 
     view_epoch: int  # of the last view it stood in: claims of an older one than anybody's are dead
     epoch: int  # data epoch of the claims
+    part: int  # of the epoch, in which the assignment was made that the claims are of
     claims: tuple[PlainBraid, ...]
     holdings: bytes  # bitmap of the shards it holds, verified
     reachable: bytes  # bitmap of the shards that it knows somebody to hold, members or not
@@ -79,7 +82,7 @@ def decode_strikes(data: bytes) -> tuple[Strike, ...]:
 def check_payload(data: bytes, shards: int | None) -> None:
     """Whether a view could be opened with this payload; RemoteProtocolError. ``shards``: of the run's data set."""
     payload = decode_payload(data)
-    if payload.speed < 0 or payload.view_epoch < 0 or payload.epoch < 0:
+    if min(payload.speed, payload.view_epoch, payload.epoch, payload.part) < 0:
         raise RemoteProtocolError("a payload's number is negative")
     if any(len({hi - lo for _, lo, hi in braid}) != 1 for braid in payload.claims):
         raise RemoteProtocolError("a claim's stretches are of different lengths")
@@ -155,20 +158,36 @@ def to_braids(plain: Sequence[PlainBraid], ledger: Ledger) -> tuple[Braid, ...]:
 def valid_claims(
     payloads: Sequence[ProposalPayload], voting: Sequence[bool], ledger: Ledger
 ) -> tuple[tuple[Braid, ...], ...]:
-    """Claims that the new view honours: voters', of this epoch, from the newest view that anybody here stood in."""
+    """Claims that the new view honours: voters', of this part of this epoch, from the newest view that anybody here
+    stood in. Whoever did not complete a round after which the rest was shared out anew has claims of before that:
+    what of it the round did not count is somebody's now, who may have begun with it.
+    """
     newest = max(p.view_epoch for p in payloads)
     return tuple(
-        to_braids(p.claims, ledger) if votes and p.view_epoch == newest and p.epoch == ledger.epoch else ()
+        to_braids(p.claims, ledger) if votes and p.view_epoch == newest and of_now(p, ledger) else ()
         for p, votes in zip(payloads, voting, strict=True)
     )
 
 
+def of_now(payload: ProposalPayload, ledger: Ledger) -> bool:
+    """Whether a member's claims are of the assignment that the ledger's holders go by."""
+    return (payload.epoch, payload.part) == (ledger.epoch, ledger.part)
+
+
 def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
-    """Whether samples that a member has in hand are skipped now: its trainer has to begin anew from the anchor."""
-    if payload.epoch != ledger.epoch:  # skipping ended the epoch, or no longer does: none of them is honoured
+    """Whether samples that a member has in hand are skipped or others': its trainer begins anew from the anchor."""
+    if not of_now(payload, ledger):  # none of them is honoured
         return bool(payload.claims)
     claims = [s for braid in to_braids(payload.claims, ledger) for s in braid]
     return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
+
+
+class Hand(NamedTuple):
+    """What a trainer has in hand, leased and counted by no complete round; and of which assignment."""
+
+    epoch: int
+    part: int
+    braids: tuple[Braid, ...]
 
 
 class InFlight(NamedTuple):
@@ -208,6 +227,8 @@ class Work:
         """Those that this member knew somebody to hold, as it said for this view."""
         self.me = me
         self.cursors = [0] * len(assignment.lists)
+        self.trained: tuple[frozenset[int], ...] = (frozenset(),) * len(assignment.lists)
+        """Shards that each member has trained on since the view stands: it has them on disk."""
         self.leased = leased
         """Invariant: cursors[me] <= leased <= length of my list."""
 
@@ -228,10 +249,63 @@ class Work:
         assignment = _assign(payloads, _voting(view), ledger, speeds, [()] * len(payloads))
         return cls(assignment, me, 0, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
+    def rebalanced(
+        self, view: View, weights: Sequence[int], paces: Sequence[Pace], *, drop_leases: bool
+    ) -> Work | None:
+        """For the rest of the epoch after a complete round that counts ``weights``; None to go on with this.
+
+        A pure function of the view and its rounds' headers, but for my lease, which I keep if it is still mine.
+        """
+        lists = self.assignment.lists
+        voters = [i for i, votes in enumerate(_voting(view)) if votes]
+        cursors = [cursor + weight for cursor, weight in zip(self.cursors, weights, strict=True)]
+        rests = [self.assignment.length(i) - cursors[i] for i in voters]
+        if not is_due(rests, [paces[i].speed for i in voters], [paces[i].batch for i in voters]):
+            return None
+        payloads = {i: decode_payload(view.payloads[i]) for i in voters}
+        trained = self._trained(weights)
+        found = rebalanced(
+            [
+                Member(
+                    rest=self.assignment.consumed(i, cursors[i], self.assignment.length(i)),
+                    held=trained[i] | from_bitmap(payloads[i].holdings, 8 * len(payloads[i].holdings)),
+                    speed=paces[i].speed,
+                    batch=paces[i].batch,
+                    full=payloads[i].full,
+                )
+                for i in voters
+            ]
+        )
+        if found is None:
+            return None
+        new = dict(zip(voters, found, strict=True))
+        shared = Assignment(
+            epoch=self.assignment.epoch, lists=tuple(new.get(i, ()) for i in range(len(lists)))
+        )
+        work = Work(shared, self.me, 0, self.lost, self.reachable)
+        work.trained = trained
+        mine = min(cursors[self.me], self.leased)
+        in_hand = self.assignment.consumed(self.me, mine, self.leased)
+        if not drop_leases and size(in_hand) <= shared.length(self.me):
+            still_mine = shared.consumed(self.me, 0, size(in_hand))
+            work.leased = size(in_hand) if list(in_turn(still_mine)) == list(in_turn(in_hand)) else 0
+        return work
+
+    def _trained(self, weights: Sequence[int]) -> tuple[frozenset[int], ...]:
+        return tuple(
+            before.union(s.shard for braid in self.next_of(i, weight) for s in braid)
+            for i, (before, weight) in enumerate(zip(self.trained, weights, strict=True))
+        )
+
+    @property
+    def busy(self) -> tuple[bool, ...]:
+        """Whose lists go on beyond what has been counted; the same on every member."""
+        return tuple(cursor < self.assignment.length(i) for i, cursor in enumerate(self.cursors))
+
     @property
     def left(self) -> bool:
-        """Whether anybody's list goes on beyond what has been counted; the same on every member."""
-        return any(cursor < self.assignment.length(i) for i, cursor in enumerate(self.cursors))
+        """Whether anybody's does."""
+        return any(self.busy)
 
     def lease(self, samples: int) -> tuple[Braid, ...]:
         """The next of my list for my trainer, at most ``samples``; empty at its end."""
@@ -258,6 +332,7 @@ class Work:
 
     def advance(self, consumed: Sequence[int]) -> None:
         """A complete round counted so many samples of each member."""
+        self.trained = self._trained(consumed)
         for member, samples in enumerate(consumed):
             self.cursors[member] += samples
         if self.cursors[self.me] > self.leased:

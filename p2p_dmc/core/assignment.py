@@ -25,7 +25,7 @@ import msgpack
 from p2p_dmc.core.braids import INTERLEAVED, Braid, kept, piece, size, unordered, weave
 from p2p_dmc.core.ledger import Intervals, Ledger, Stretch, common, shard_order, subtract, union
 
-__all__ = ["Assignment", "assign", "shares"]
+__all__ = ["Assignment", "assign", "granted", "shares", "supposed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +111,23 @@ def assign(
 
 
 def shares(samples: int, speeds: Sequence[int]) -> list[int]:
-    """`samples` divided in proportion to `speeds`, by largest remainder (ties: lower index).
-
-    An unknown speed, 0, is taken as the lower median of the known ones, or 1.
-    """
-    if any(speed < 0 for speed in speeds):
-        raise ValueError(f"a speed is 0 or more samples per second: {speeds}")
-    known = sorted(speed for speed in speeds if speed)
-    usual = known[(len(known) - 1) // 2] if known else 1
-    weights = [speed or usual for speed in speeds]
+    """`samples` divided in proportion to `speeds`, by largest remainder (ties: lower index)."""
+    weights = supposed(speeds)
     whole = sum(weights)
     parts = [samples * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: (-(samples * weights[i] % whole), i))
     for i in by_remainder[: samples - sum(parts)]:
         parts[i] += 1
     return parts
+
+
+def supposed(speeds: Sequence[int]) -> list[int]:
+    """An unknown speed, 0, is taken as the lower median of the known ones, or 1."""
+    if any(speed < 0 for speed in speeds):
+        raise ValueError(f"a speed is 0 or more samples per second: {speeds}")
+    known = sorted(speed for speed in speeds if speed)
+    usual = known[(len(known) - 1) // 2] if known else 1
+    return [speed or usual for speed in speeds]
 
 
 def granted(

@@ -102,6 +102,18 @@ def unordered(braids: Iterable[Braid]) -> tuple[Stretch, ...]:
     )
 
 
+def in_lanes(braids: Iterable[Braid]) -> tuple[Stretch, ...]:
+    """The same samples as stretches in the order in which their last samples come."""
+    found: dict[tuple[int, int], Stretch] = {}
+    """By shard and end: braids of one lane after each other become one stretch again."""
+    for braid in braids:
+        for stretch in braid:
+            before = found.pop((stretch.shard, stretch.lo), None)
+            lo = stretch.lo if before is None else before.lo
+            found[stretch.shard, stretch.hi] = Stretch(shard=stretch.shard, lo=lo, hi=stretch.hi)
+    return tuple(found.values())
+
+
 def without(braids: Iterable[Braid], gone: Mapping[int, Intervals]) -> tuple[Braid, ...]:
     """What is left, in the same order, when these positions of each shard are taken out."""
     left: list[Braid] = []

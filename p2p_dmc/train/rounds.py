@@ -348,13 +348,15 @@ class Rounds:
         assert self._inner is not None
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
             self._anchor, self._anchor_in = self._candidate, self._candidate_in
-        self.tau, self.epoch = message.tau, message.epoch
+        self.tau, self.epoch = message.steps, message.epoch
         self.lineage = (message.view_epoch, message.round)
         self._next_round = message.round + 1
         self.leases.end = None
         if message.reset:
             self._forget_leases()
             state.forget_nonfinite(self._inner.state)
+        elif message.retake:
+            self._forget_leases()
         self._restart()
 
     # -- time ------------------------------------------------------------------------------------------------

@@ -314,13 +314,14 @@ class Reduce:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundComplete:
-    """The round is recorded: the slot that Reduce named is the anchor. ``tau``, ``epoch``: for the next round."""
+    """The round is recorded: the slot that Reduce named is the anchor. ``steps``, ``epoch``: of the next round."""
 
     view_epoch: int
     round: int
-    tau: int
+    steps: int  # tau for the slowest member, more for a faster one
     epoch: int
     reset: bool  # this peer's delta was not finite: leases are dropped, samples are consumed again
+    retake: bool  # the rest of the epoch was shared out anew: what is leased and not consumed is others'
 
 
 @message

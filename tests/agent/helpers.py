@@ -82,6 +82,7 @@ def payload(
     *,
     view_epoch: int = 0,
     epoch: int = 0,
+    part: int = 0,
     claims: tuple[PlainBraid, ...] = (),
     reachable: Sequence[int] | None = None,
     speed: int = 0,
@@ -92,6 +93,7 @@ def payload(
     return ProposalPayload(
         view_epoch=view_epoch,
         epoch=epoch,
+        part=part,
         claims=claims,
         holdings=bitmap(frozenset(shards), count),
         reachable=bitmap(frozenset(range(count) if reachable is None else reachable), count),

@@ -104,6 +104,7 @@ def test_a_peer_that_leaves_ends_its_round_and_begins_no_other(tmp_path: Path, e
         freeze=lambda: None,
         view=run.view,
         barrier=barrier,
+        ledger=SimpleNamespace(epoch=0, part=0),
         work=SimpleNamespace(claims=lambda: ()),
     )
     run.training = cast(Any, training)
@@ -333,10 +334,11 @@ def test_whoever_is_left_out_says_at_once_that_it_has_no_view(tmp_path: Path) ->
         Agreement, SimpleNamespace(left_out=True, frozen=False, cut_off_from=(), tick=lambda now: nothing)
     )
     view = SimpleNamespace(view_epoch=1)
-    work = SimpleNamespace(claims=lambda: ())
-    run.training = cast(
-        Any, SimpleNamespace(frozen=True, frozen_s=0.0, freeze=lambda: None, view=view, work=work)
+    at, work = SimpleNamespace(epoch=0, part=0), SimpleNamespace(claims=lambda: ())
+    training = SimpleNamespace(
+        frozen=True, frozen_s=0.0, freeze=lambda: None, view=view, ledger=at, work=work
     )
+    run.training = cast(Any, training)
     run.desk.up = False
     run.tick()
     assert told and run.training is None and run.stood_in == 0

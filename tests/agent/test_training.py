@@ -177,7 +177,9 @@ class Member:
 
     def other_says(self, i: int, samples: int = 0, **given: Any) -> None:
         """A header of another member, in step with mine."""
-        mine = self.training._header(samples=samples, steps=4, loss_sum_micro=0, compute_us=10, finite=True)
+        mine = self.training._header(
+            samples=samples, steps=4, loss_sum_micro=0, compute_us=1_000_000, finite=True
+        )
         self.training.header(peer(i), header_like(mine, **({"change": False, "closing": False} | given)))
 
     def reduced(self, value: float = 1.0, **given: Any) -> None:
@@ -244,7 +246,7 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     assert Path(order.slot_path) != m.held.slot
     m.reduced(1.0)
     done = m.last(RoundComplete)
-    assert done == RoundComplete(view_epoch=1, round=1, tau=4, epoch=0, reset=False)
+    assert done == RoundComplete(view_epoch=1, round=1, steps=4, epoch=0, reset=False, retake=False)
     held = m.training.held
     assert host.asked == [held.ref] and held.ref.lineage == (1, 1) and held.slot == Path(order.slot_path)
     assert m.training.ledger == held.ledger and held.ledger.progress() == (10, 0, 40)
@@ -495,6 +497,24 @@ def test_a_header_that_counts_more_than_was_assigned_is_a_divergence(tmp_path: P
 # -- repetition -------------------------------------------------------------------------------------------------------
 
 
+def test_three_who_each_missed_the_next_ones_header_go_on(tmp_path: Path) -> None:
+    view = view_of([payload(ALL)] * 3)
+    members = [Member(tmp_path, i, view, ledger()) for i in (1, 2, 3)]
+    for i, m in enumerate(members):
+        m.consume(2)
+        [(_, said), _] = m.host.mail
+        members[i - 1].training.header(m.peer_id, said)  # and not the one after
+        m.host.mail.clear()
+    assert not any(m.training._reducing for m in members)
+    for _ in range(3):
+        for m in members:
+            m.training.repeat()
+            for to, header in m.host.mail:
+                members[int(to, 16) - 1].training.header(m.peer_id, header)
+            m.host.mail.clear()
+    assert all(m.training._reducing for m in members)
+
+
 def test_a_header_is_repeated_to_whom_it_may_not_have_reached(tmp_path: Path) -> None:
     m = Member(tmp_path, 1, view_of([payload(ALL)] * 3), ledger())
     m.training.repeat()
@@ -505,6 +525,8 @@ def test_a_header_is_repeated_to_whom_it_may_not_have_reached(tmp_path: Path) ->
     m.host.mail.clear()
     m.training.repeat()
     assert m.host.mail == [(peer(2), said)]
+    m.training.repeat()  # to another one in turn, too: it may have missed mine, and wait for a third one's
+    assert m.host.mail[1:] == [(peer(2), said), (peer(3), said)]
     m.other_says(2, 2)
     m.host.mail.clear()
     m.training.repeat()  # the reduction runs

@@ -33,10 +33,11 @@ from p2p_dmc.agent.work import (
     unreachable,
     valid_claims,
 )
-from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.core.assignment import Assignment
 from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.pace import Pace
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.trainer_messages import Local
 from tests.agent.helpers import DATASET, payload, peer, view_of
@@ -304,6 +305,72 @@ def test_a_header_is_in_the_start_if_its_samples_are(
     assert not in_start(None, START, mine, start)
 
 
+# -- the rest shared out anew ------------------------------------------------------------------------------------------
+
+SLOW = Pace(before=0).after(4, 1, 4_000_000).after(4, 1, 4_000_000)
+FAST = Pace(before=0).after(4, 1, 400_000).after(4, 1, 400_000)
+
+
+def three_works(leased: int) -> tuple[View, list[Work]]:
+    """Of two voters and a learner; the first has so many samples in hand."""
+    view = view_of([payload(ALL), payload(ALL), payload(ALL)], learners=[3])
+    works = [Work.for_view(view, i, ledger(), keep_leases=False) for i in range(3)]
+    works[0].lease(leased)
+    return view, works
+
+
+def test_all_compute_the_same_rest_and_a_learner_has_none_of_it() -> None:
+    view, works = three_works(4)
+    weights, paces = (2, 4, 0), (SLOW, FAST, Pace(before=0))
+    counted = {x for work in works[:1] for i, w in enumerate(weights) for x in samples(work.next_of(i, w))}
+    shared = [work.rebalanced(view, weights, paces, drop_leases=False) for work in works]
+    assert all(work is not None for work in shared)
+    assert len({work.assignment.digest() for work in shared if work is not None}) == 1
+    assert shared[0] is not None and works[0].cursors == [0, 0, 0]  # nothing has changed yet
+    lists = shared[0].assignment.lists
+    assert [shared[0].assignment.length(i) for i in range(3)] == [3, 31, 0]
+    rest = [x for braids in lists for x in samples(braids)]
+    assert len(rest) == len(set(rest)) == 34 and not counted & set(rest)
+
+
+def test_a_lease_that_is_still_mine_stays_and_another_is_taken_back() -> None:
+    for leased, left in ((2, 0), (4, 2), (5, 3), (6, 0), (20, 0)):
+        view, works = three_works(leased)
+        in_hand = samples(works[0].assignment.consumed(0, 2, leased))
+        work = works[0].rebalanced(view, (2, 4, 0), (SLOW, FAST, Pace(before=0)), drop_leases=False)
+        assert work is not None and work.leased == left
+        assert samples(work.claims()) == in_hand[:left]
+        dropped = works[0].rebalanced(view, (2, 4, 0), (SLOW, FAST, Pace(before=0)), drop_leases=True)
+        assert dropped is not None and dropped.leased == 0
+
+
+def test_equal_members_go_on_as_they_are() -> None:
+    view, works = three_works(4)
+    assert works[0].rebalanced(view, (4, 4, 0), (FAST, FAST, Pace(before=0)), drop_leases=False) is None
+    assert works[0].rebalanced(view, (4, 4, 0), (Pace(before=0),) * 3, drop_leases=False) is None
+
+
+def test_a_shard_that_was_trained_on_here_is_here() -> None:
+    """The first member holds nothing: it fetched, and what it has fetched it may be given more of."""
+    view = view_of([payload((), 1), payload((0,), 1)])
+    work = Work.for_view(view, 1, ledger((40,)), keep_leases=False)
+    assert [work.assignment.length(i) for i in (0, 1)] == [20, 20]
+    work.lease(20)
+    paces = (FAST, SLOW)
+    unknown = work.rebalanced(view, (0, 4), paces, drop_leases=False)
+    work.advance((4, 4))
+    known = work.rebalanced(view, (0, 4), paces, drop_leases=False)
+    assert known is not None and known.assignment.length(0) > 16 and unknown is None
+
+
+def test_claims_of_before_the_rest_was_shared_out_anew_are_dead() -> None:
+    claim = each((0, 0, 4))
+    old, new = payload(view_epoch=7, claims=claim), payload(view_epoch=7, part=1, claims=claim)
+    begun = ledger().shared_anew()
+    assert list(map(plain, valid_claims([old, new], [True, True], begun))) == [(), claim]
+    assert gave_up_claims(old, begun) and not gave_up_claims(new, begun) and not gave_up_claims(old, ledger())
+
+
 # -- strikes and lost shards ------------------------------------------------------------------------------------------
 
 
@@ -434,7 +501,15 @@ def test_the_gone_members_rest_and_who_has_it_now() -> None:
 
 def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said() -> None:
     good = ProposalPayload(
-        view_epoch=0, epoch=0, claims=(), holdings=b"\xff", reachable=b"\xff", speed=0, full=False, strikes=()
+        view_epoch=0,
+        epoch=0,
+        part=0,
+        claims=(),
+        holdings=b"\xff",
+        reachable=b"\xff",
+        speed=0,
+        full=False,
+        strikes=(),
     )
     check_payload(encode_payload(good), 8)
     check_payload(encode_payload(good), None)

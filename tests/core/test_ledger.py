@@ -360,3 +360,12 @@ def test_the_replay_is_content_with_an_exact_run() -> None:
     assert check_exact([6], 1, counted) == []
     assert check_exact([6], 2, counted) == ["epoch 1, shard 0, positions 5 to 5: never counted"]
     assert check_exact([6], 2, counted, [(1, stretch(0, 5, 6))]) == []
+
+
+def test_a_new_epoch_begins_with_its_first_part() -> None:
+    begun = Ledger.start(b"d" * 16, [4, 4], 0, 2)
+    shared = begun.shared_anew().shared_anew()
+    assert (begun.part, shared.part) == (0, 2) and Ledger.from_bytes(shared.to_bytes()) == shared
+    half = shared.advance([Stretch(shard=0, lo=0, hi=4)])
+    over = half.advance([Stretch(shard=1, lo=0, hi=4)])
+    assert (half.epoch, half.part, over.epoch, over.part) == (0, 2, 1, 0)

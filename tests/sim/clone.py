@@ -224,7 +224,7 @@ class Values:
                 for key, one in collectives.items()
             ]
         )
-        assigned = frozenset([(view_id, digest) for view_id, (_, digest) in checker.assignments.items()])
+        assigned = frozenset([(key, digest) for key, (_, digest) in checker.assignments.items()])
         line = frozenset(
             [
                 (history, tuple([(self.number(c.model), self.of(c.voters)) for c in commits]))

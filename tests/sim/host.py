@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
+    Hand,
     InFlight,
     ProposalPayload,
     Strike,
@@ -29,11 +30,13 @@ from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, Verdict, View
 from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.pace import Pace
 from p2p_dmc.wire.trainer_messages import Local
 from tests.sim.collective import Collective
 from tests.sim.invariants import require
 from tests.sim.model import Model, Pieces, after_round, anchor_after
 
+NOTHING = Hand(0, 0, ())
 KEPT_ROUNDS = 4
 """Results that a learner keeps while it downloads the state that they follow."""
 DOWNLOAD_STEPS = 3
@@ -115,6 +118,11 @@ def joined(pieces: Iterable[Stretch]) -> Pieces:
     return tuple(found)
 
 
+def skipped_more(before: Ledger, after: Ledger) -> bool:
+    """Of the same epoch."""
+    return after.progress()[1] > before.progress()[1]
+
+
 def among_voters(view: View) -> View:
     """The view as far as work goes: a learner is assigned nothing."""
     if not view.learners:
@@ -167,7 +175,7 @@ class Host:
         self.committed: Model | None = None
         self.stood_in = 0
         self.in_flight: InFlight | None = None
-        self.carried: tuple[Braid, ...] = ()
+        self.carried = NOTHING
         self.strikes: list[Strike] = []
         self.counted_keys: tuple[tuple[str, int, int], ...] = ()
         self.in_ledger: set[tuple[str, int, int]] = set()
@@ -188,6 +196,8 @@ class Host:
     def leave_view(self) -> None:
         self.opened = False
         self.work: Work | None = None
+        self.paces: tuple[Pace, ...] = ()
+        """Of the view's voters."""
         self.ledger: Ledger | None = None
         self.said: dict[int, dict[MemberId, Header]] = {}
         """Headers of this view, per round."""
@@ -229,18 +239,23 @@ class Host:
 
     # -- what a proposal says --------------------------------------------------------------------
 
+    def hand(self) -> Hand:
+        """What its trainer has in hand, or had when the last view ended that it trained in."""
+        if self.work is not None and self.ledger is not None:
+            return Hand(self.ledger.epoch, self.ledger.part, self.work.claims())
+        return self.carried if self.stood_in else NOTHING
+
     def claims(self) -> tuple[Braid, ...]:
-        if self.work is not None:
-            return self.work.claims()
-        return self.carried if self.stood_in else ()
+        return self.hand().braids
 
     def payload(self, reachable: frozenset[int]) -> bytes:
-        ledger = self.ledger if self.ledger is not None else self.held.ledger
+        hand = self.hand()
         return encode_payload(
             ProposalPayload(
                 view_epoch=self.stood_in,
-                epoch=ledger.epoch,
-                claims=plain(self.claims()),
+                epoch=hand.epoch,
+                part=hand.part,
+                claims=plain(hand.braids),
                 holdings=bitmap(self.holdings, self.shards),
                 reachable=bitmap(reachable, self.shards),
                 speed=self.speed,
@@ -258,7 +273,7 @@ class Host:
         mine = payloads[view.members.index(self.member)]
         honoured = mine.view_epoch == max(p.view_epoch for p in payloads)
         self.stood_in = view.view_epoch if honoured and self.stood_in else 0
-        self.carried = self.claims()
+        self.carried = self.hand()
         self.view = view
         self.leave_view()
         self.round = view.start.lineage[1] + 1
@@ -270,7 +285,7 @@ class Host:
     def left_out(self) -> None:
         """A later view stands without this peer: its claims are dead."""
         self.leave_view()
-        self.view, self.stood_in, self.carried = None, 0, ()
+        self.view, self.stood_in, self.carried = None, 0, NOTHING
 
     def open_view(self, view: View, start: Model, *, skip_lost: bool) -> None:
         """The start state is held: assign the work, tell the trainer what becomes of its parameters."""
@@ -306,6 +321,7 @@ class Host:
             trainer.queue,
         )
         self.work, self.ledger = work, ledger
+        self.paces = tuple(Pace(before=decode_payload(p).speed) for p in among_voters(view).payloads)
         self.stood_in, trainer.base, self.in_flight = view.view_epoch, start.ref, None
         self.in_ledger = {s.key for p in payloads for s in p.strikes}
 
@@ -341,7 +357,7 @@ class Host:
             change=core.change_wanted,
             closing=self.stop_asked,
             final=final,
-            compute_us=1_000 * (1 + samples),
+            compute_us=samples * 1_000_000 // self.speed if self.speed else 1_000 * (1 + samples),
             loss_micro=samples * (1_000_000 + 7 * self.held.ref.lineage[1] % 13) // (1 + self.held.depth),
         )
 
@@ -390,6 +406,8 @@ class Host:
         for i, header in enumerate(headers):
             for stretch in () if header.finite else unordered(work.next_of(i, header.samples)):
                 after = after.strike(stretch) if after.epoch == ledger.epoch else after
+        if after.epoch == ledger.epoch and not skipped_more(ledger, after):
+            after = after.shared_anew() if self.shared_anew(headers) is not None else after
         return after_round(
             self.held,
             (view.view_epoch, self.round),
@@ -400,6 +418,18 @@ class Host:
             ledger.epoch,
             tuple(voter.peer_id for voter in view.voters),
         )
+
+    def paces_after(self, headers: tuple[Header, ...]) -> tuple[Pace, ...]:
+        said = zip(self.paces, headers, strict=True)
+        return tuple(pace.after(header.samples, 1, header.compute_us) for pace, header in said)
+
+    def shared_anew(self, headers: tuple[Header, ...]) -> Work | None:
+        """The rest of the epoch, if it is shared out anew after the round with these headers."""
+        work, view = self.work, self.view
+        assert work is not None and view is not None
+        weights = [header.samples if header.finite else 0 for header in headers]
+        drop = not headers[work.me].finite
+        return work.rebalanced(among_voters(view), weights, self.paces_after(headers), drop_leases=drop)
 
     def completed(self, model: Model) -> None:
         """The core has recorded the round: everything local moves on."""
@@ -412,16 +442,22 @@ class Host:
         self.strikes = [s for s in self.strikes if s.key not in self.in_ledger]
         self.counted_keys = (*self.counted_keys, *sorted(self.in_ledger.difference(self.counted_keys)))[-64:]
         if model.ledger.epoch != before.epoch and not model.ledger.done:
-            speeds = [header.samples for header in headers]
+            speeds = [pace.speed for pace in self.paces_after(headers)]
             self.work = Work.for_epoch(among_voters(view), work.me, model.ledger, speeds)
             trainer.queue.clear()
+        elif model.ledger.part != before.part:
+            self.work = self.shared_anew(headers)
+            assert self.work is not None
+            if self.work.leased < sum(map(len, trainer.queue)):
+                trainer.queue.clear()
         elif not model.ledger.done:
             work.advance([header.samples if header.finite else 0 for header in headers])
             if not mine.finite:
                 work.drop_leases()
                 trainer.queue.clear()
         trainer.local.clear()
-        self.stale = model.ledger.epoch == before.epoch and model.ledger.progress()[1] > before.progress()[1]
+        self.paces = self.paces_after(headers)
+        self.stale = model.ledger.epoch == before.epoch and skipped_more(before, model.ledger)
         self.ledger = model.ledger
         self.in_flight = None
         self.next_round()
@@ -437,20 +473,19 @@ class Host:
         claims = self.claims()
         if in_hand and claims:
             self.deaths += 1
-            ledger = self.ledger if self.ledger is not None else self.held.ledger
             self.strikes.append(
                 Strike(
                     victim=f"{self.peer_id}:{self.boot}",
                     view_epoch=self.stood_in,
                     death=self.deaths,
-                    epoch=ledger.epoch,
+                    epoch=self.hand().epoch,
                     stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(claims)),
                 )
             )
         self.trainer = None
         self.leave_view()
         self.view = None
-        self.stood_in, self.in_flight, self.carried = 0, None, ()
+        self.stood_in, self.in_flight, self.carried = 0, None, NOTHING
 
     def learn_strikes(self, strikes: tuple[Strike, ...]) -> None:
         known = {s.key for s in self.strikes}.union(self.counted_keys)

@@ -54,7 +54,8 @@ class Checker:
         """What each lineage of each history names."""
         self.line: dict[bytes, list[Commit]] = {}
         """Per history, its commits in order; each follows from the one before unless somebody forgot."""
-        self.assignments: dict[bytes, tuple[str, bytes]] = {}
+        self.assignments: dict[tuple[bytes, int, int], tuple[str, bytes]] = {}
+        """Of each view, epoch and part of it: who had it first, and its digest."""
         self.epochs: dict[MemberId, int] = {}
         """The last view epoch that each incarnation installed."""
         self.commits = self.rounds = self.installs = 0
@@ -96,12 +97,13 @@ class Checker:
             what = f"view {view.view_epoch} of {view.peers} without the evicted {view.evicted}"
             self._no_commit_lost(view.parent, start, here, what, before=view.view_epoch)
 
-    def opened(self, host: Host, view: View) -> None:
-        """Its assignment is a function of the view and its start state."""
-        if host.work is None:
+    def assigned(self, host: Host, view: View) -> None:
+        """Its assignment is a function of the view, its start state and what its rounds' headers said."""
+        if host.work is None or host.ledger is None:
             return
         digest = host.work.assignment.digest()
-        first, known = self.assignments.setdefault(view.view_id, (host.peer_id, digest))
+        key = view.view_id, host.ledger.epoch, host.ledger.part
+        first, known = self.assignments.setdefault(key, (host.peer_id, digest))
         require(
             1, digest == known, "{} and {} differ in the assignment of view {}", first, host.peer_id, view
         )

@@ -1,4 +1,4 @@
-"""Agreement with one rule left out, to show that the rule is needed and that the tests see it missing."""
+"""Agreement, or what claims are honoured, with one rule left out, to show that the rule is needed and that the tests see it missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from p2p_dmc.agent import work
 from p2p_dmc.core import agreement_machine, quorum
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_attempt import Attempt
@@ -96,6 +97,10 @@ def _not_fresh(self: Any, **arguments: Any) -> None:
     _INIT(self, **(arguments | {"promises": replace(promises, n=max(0, promises.n - 1), pending=())}))
 
 
+def _claims_of_any_part(payload: Any, ledger: Any) -> bool:
+    return bool(payload.epoch == ledger.epoch)
+
+
 _COUNT = quorum.count_votes
 _JUDGE = quorum.judge
 _SAY = AgreementMachine._say
@@ -118,6 +123,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "every_set": _method(AgreementMachine, "_say", _last_set_only),
     "with_checkpoint": _method(Agreement, "complete", _base_without_checkpoint),
     "record": _method(AgreementMachine, "__init__", _no_record),
+    "part": lambda: mock.patch.object(work, "of_now", _claims_of_any_part),
     "fresh": _method(AgreementMachine, "__init__", _not_fresh),
 }
 

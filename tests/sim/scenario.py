@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from p2p_dmc.core.braids import size
 from p2p_dmc.core.quorum import Quorum
 from tests.sim.decisions import apply, parsed
 from tests.sim.host import Host
@@ -167,7 +168,7 @@ def shown(host: Host) -> str:
     if view is not None and core.behind:
         parts.append("behind")
     if host.work is not None:
-        parts.append(f"claims {sum(map(len, host.work.claims()))}")
+        parts.append(f"claims {size(host.work.claims())}")
     waits = core.waiting_for()
     return ", ".join(parts) + (f": {waits}" if waits else "")
 

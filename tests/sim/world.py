@@ -42,7 +42,7 @@ class World(Stage):
             if host.core is not core or core.view is not view:
                 return
         host.open_view(view, start.renamed(view.start), skip_lost=self.skip_lost)
-        self.checker.opened(host, view)
+        self.checker.assigned(host, view)
         if host.work is not None and host.ledger is not None and host.ledger.done:
             self.enter(host, 0, 0, ())
 
@@ -246,6 +246,7 @@ class World(Stage):
         if self.trace is not None:
             self.say(host, f"completes {model.ref.lineage}")
         host.completed(model)
+        self.checker.assigned(host, view)
         if ready.installed is not None:  # alone, it has agreed with itself on the next view by now
             self._installed(host, ready.installed)
             return

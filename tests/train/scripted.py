@@ -214,9 +214,16 @@ class ScriptedAgent:
         assert result.digest == xxhash.xxh3_128(Path(path).read_bytes()).digest()
         return self.read(path), result
 
-    def complete(self, tau: int = 2, epoch: int = 0, reset: bool = False) -> None:
+    def complete(self, tau: int = 2, epoch: int = 0, reset: bool = False, retake: bool = False) -> None:
         self.send(
-            tm.RoundComplete(view_epoch=self.view_epoch, round=self.round, tau=tau, epoch=epoch, reset=reset)
+            tm.RoundComplete(
+                view_epoch=self.view_epoch,
+                round=self.round,
+                steps=tau,
+                epoch=epoch,
+                reset=reset,
+                retake=retake,
+            )
         )
         self.round += 1
 

@@ -299,7 +299,7 @@ def test_late_words_of_another_view_are_ignored(agent: ScriptedAgent) -> None:
         agent.lease(*first(agent, 4))
         agent.expect(tm.RoundReady)
         agent.send(tm.Reduce(view_epoch=7, round=1, weight=4, divisor=4, slot_path="/nowhere"))
-        agent.send(tm.RoundComplete(view_epoch=1, round=9, tau=1, epoch=0, reset=True))
+        agent.send(tm.RoundComplete(view_epoch=1, round=9, steps=1, epoch=0, reset=True, retake=False))
         agent.send(tm.LeaseEnd(epoch=0, finished=False))
         agent.reduce(4, 4)
         agent.complete()
@@ -332,6 +332,28 @@ def test_a_delta_that_is_not_finite_weighs_nothing(agent: ScriptedAgent) -> None
     )
     with agent.play(script), pytest.raises(RunStopped):
         one.run()
+
+
+def test_leases_that_are_taken_back_are_not_trained_on(agent: ScriptedAgent) -> None:
+    """All six samples are leased; after a round of four the rest is shared out anew, and two others are this peer's."""
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(anchor=[1.0], tau=2)
+        agent.lease(*all_stretches(agent))
+        for count, tau, retake in ((4, 1, True), (1, 1, False)):
+            ready = agent.expect(tm.RoundReady)
+            assert (ready.samples, ready.steps) == (count, 2 if count == 4 else 1)
+            agent.reduce(count, count)
+            agent.complete(tau=tau, retake=retake)
+            if retake:
+                agent.lease((0, 1, 2))
+                agent.expect(tm.LeaseRequest)
+                agent.send(tm.LeaseEnd(epoch=0, finished=False))
+        agent.expect(tm.LeaseRequest)
+        agent.send(tm.TrainerStop(reason=""))
+
+    with agent.play(script), pytest.raises(RunStopped):
+        Script(agent).run()
 
 
 def test_a_round_in_which_nobody_had_weight(agent: ScriptedAgent) -> None:

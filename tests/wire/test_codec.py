@@ -300,6 +300,7 @@ def inner_values() -> list[tuple[Any, bytes]]:
     payload = ProposalPayload(
         view_epoch=1,
         epoch=0,
+        part=1,
         claims=(((0, 0, 5), (3, 2, 7)),),
         holdings=b"\xff",
         reachable=b"\xff",
