@@ -122,8 +122,9 @@ DOMAIN = click.option(
     "--domain",
     type=Domain(),
     metavar="NAME",
-    default="",
-    help="What this peer may fail together with, for example rack1: copies of a shard go to different domains.",
+    default=None,
+    help="What this peer may fail together with, for example rack1: copies of a shard go to different domains. "
+    "Default: what this home was last told; '' for none.",
 )
 SEED = click.argument("seed", required=False, type=Address(several=True))
 

@@ -57,7 +57,7 @@ def join(*, words: tuple[str, ...], debug: bool, as_json: bool, **options: Any) 
                 capacity_bytes=options["capacity"],
                 max_upload=options["max_upload"],
                 max_download=options["max_download"],
-                domain=options["domain"],
+                domain=home.domain(options["domain"]),
                 **network,
             )
             return run_agent(agent_options, home, console, lambda agent: _train(agent, job, seeds, console))

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import zmq
 
+from p2p_dmc.config import DOMAIN
 from p2p_dmc.errors import UserError
 
 SOCKETS_PREFIX = "dmc-"
@@ -153,6 +154,22 @@ class Home:
     def remember_peers(self, peers: dict[str, str]) -> None:
         """Addresses that a later start tries, each with the peer_id that lived there."""
         write_json(self.root / "peers.json", peers)
+
+    def domain(self, given: str | None) -> str:
+        """The failure domain: what is given now, which is remembered, or what was last; "" for none.
+
+        A disk that takes nothing, or gives back what is no name, costs the memory.
+        """
+        path = self.root / "domain.json"
+        if given is not None:
+            with contextlib.suppress(OSError):
+                write_json(path, given)
+            return given
+        with contextlib.suppress(OSError, ValueError):
+            remembered = json.loads(path.read_text())
+            if isinstance(remembered, str) and DOMAIN.fullmatch(remembered):
+                return remembered
+        return ""
 
     def known_peers(self) -> dict[str, str]:
         """Address to peer_id of the peers that this home last knew."""

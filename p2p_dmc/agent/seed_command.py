@@ -59,7 +59,7 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             capacity_bytes=options["capacity"],
             max_upload=options["max_upload"],
             max_download=options["max_download"],
-            domain=options["domain"],
+            domain=home.domain(options["domain"]),
             stays=not options["leave_when_replicated"],
             **network,
         )

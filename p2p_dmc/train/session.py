@@ -60,18 +60,21 @@ def join(
     home: str | Path | None = None,
     name: str | None = None,
     insecure: bool = False,
+    domain: str | None = None,
     options: Sequence[str] = (),
 ) -> Peer:
     """Join the peers at ``seed`` from a process that runs already, a notebook say.
 
     Starts an agent for ``home`` (default ``~/.p2p_dmc``), which lives until the session is closed or this process
-    ends. ``run`` names the run, ``options`` are more options of ``dmc-peer join``. UserError when the agent cannot
-    start; what it says stands in ``agent.log`` and on this process's standard error.
+    ends. ``run`` names the run, ``domain`` what this peer may fail together with (default: what the home was last
+    told), ``options`` are more options of ``dmc-peer join``. UserError when the agent cannot start; what it says stands
+    in ``agent.log`` and on this process's standard error.
     """
     folder = Path(home if home is not None else Path.home() / ".p2p_dmc").expanduser().absolute()
     command = [sys.executable, "-m", "p2p_dmc.cli", "join", "--home", str(folder), "--run", run]
     command += ["--attach", str(os.getpid())]
     command += (["--name", name] if name else []) + (["--insecure"] if insecure else [])
+    command += ["--domain", domain] if domain is not None else []
     agent = subprocess.Popen([*command, *options, seed], stdin=subprocess.DEVNULL, start_new_session=True)
     endpoint = _endpoint_of(agent, folder)
     return Peer(endpoint, run, None, agent)

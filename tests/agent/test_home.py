@@ -242,6 +242,26 @@ def test_a_file_is_the_old_or_the_new_whatever_is_killed(tmp_path: Path, point: 
     assert json.loads(path.read_text())["n"] == (1 if point == "folder" else 0)
 
 
+def test_the_domain_is_what_was_told_last(home: Home) -> None:
+    home.create()
+    assert home.domain(None) == ""
+    assert home.domain("rack1") == "rack1" == home.domain(None)
+    assert home.domain("office/rack2") == "office/rack2" == Home(home.root).domain(None)
+    assert home.domain("") == "" == home.domain(None)
+
+
+@pytest.mark.parametrize("left", ["", "{", "7", '["rack1"]', '"no such name!"', '"\\ud800"', "\xff"])
+def test_a_domain_that_cannot_be_read_is_none(home: Home, left: str) -> None:
+    home.create()
+    (home.root / "domain.json").write_bytes(left.encode("latin-1"))
+    assert home.domain(None) == ""
+
+
+def test_a_domain_that_cannot_be_written_counts_all_the_same(home: Home) -> None:
+    assert home.domain("rack1") == "rack1"  # the folder is not there
+    assert home.domain(None) == ""
+
+
 def test_a_file_is_whole_at_any_instant(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for pause_s in (0.0, 0.003, 0.011):
