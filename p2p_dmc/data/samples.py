@@ -13,7 +13,9 @@ from p2p_dmc.data.manifest import Manifest
 Sample = dict[str, str | bytes]
 
 MOST_GAPS = 2
+"""Fields are read one by one if what lies between them is so many times their size,"""
 PAGE_BYTES = 4096
+"""and this."""
 
 
 class ShardDamaged(OSError):
@@ -118,6 +120,10 @@ def read_index(path: Path) -> ShardIndex:
 def _sample(path: Path, descriptor: int, entry: SampleEntry, shard_name: str) -> Sample:
     """Fields that lie close together, as a tar's do, cost one read."""
     sample: Sample = {"__key__": entry.key, "__shard__": shard_name}
+    if len(entry.fields) == 1:
+        ((extension, offset, size),) = entry.fields
+        sample[extension] = _read(path, descriptor, offset, size, entry.key)
+        return sample
     start = min(offset for _, offset, _ in entry.fields)
     end = max(offset + size for _, offset, size in entry.fields)
     if end - start > MOST_GAPS * sum(size for _, _, size in entry.fields) + PAGE_BYTES:
@@ -126,7 +132,7 @@ def _sample(path: Path, descriptor: int, entry: SampleEntry, shard_name: str) ->
         return sample
     whole = _read(path, descriptor, start, end - start, entry.key)
     for extension, offset, size in entry.fields:
-        sample[extension] = whole[offset - start : offset - start + size]  # all of it is no copy
+        sample[extension] = whole[offset - start : offset - start + size]
     return sample
 
 

@@ -78,12 +78,8 @@ class Loader(DataLoader[Any]):
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
         )
-        self._peer = peer
-        self._rounds = peer._rounds
-        self._data = data
-        self._batch_size = batch_size
-        self._epochs = epochs
-        self._seed = seed
+        self._peer, self._rounds, self._data = peer, peer._rounds, data
+        self._batch_size, self._epochs, self._seed = batch_size, epochs, seed
         self._loaded: LoaderState | None = None
         self._skips = 0
         self._given = (0, 0)  # epoch, batches of it that the loop has got

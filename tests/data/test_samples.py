@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from p2p_dmc.data import samples
+from p2p_dmc.data.index import SampleEntry
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.samples import SampleReader, ShardDamaged, read_index, read_sample
 from p2p_dmc.data.store import Store
@@ -110,3 +112,48 @@ def test_an_index_of_another_shard_is_an_error(seeded: tuple[Path, Store, Manife
     )
     with pytest.raises(ShardDamaged, match="samples, and the manifest says"):
         read_sample(path, replace(manifest, shards=shards), 0, 0)
+
+
+def test_many_at_once_come_in_the_order_asked_for(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    with SampleReader() as reader:
+        for shard, count in enumerate(manifest.sample_counts):
+            path = store.path(manifest.digest, shard)
+            one_by_one = [reader.read(path, manifest, shard, index) for index in range(count)]
+            order = [*range(count - 1, -1, -1), 0, 0]
+            assert reader.read_many(path, manifest, shard, order) == [one_by_one[index] for index in order]
+            assert reader.read_many(path, manifest, shard, []) == []
+        with pytest.raises(IndexError):
+            reader.read_many(path, manifest, shard, [0, count])
+
+
+def test_fields_far_apart_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' tars may have a sample's files anywhere; their neighbours in between are not read along."""
+    sizes: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))
+    path = tmp_path / "shard"
+    path.write_bytes(b"a" * 10 + bytes(100_000) + b"b" * 20)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        far = SampleEntry("key", (("a", 0, 10), ("b", 100_010, 20)))
+        near = SampleEntry("key", (("a", 5, 5), ("b", 8, 100)))
+        assert samples._sample(path, descriptor, far, "s") == {
+            "__key__": "key", "__shard__": "s", "a": b"a" * 10, "b": b"b" * 20,
+        }  # fmt: skip
+        assert sizes == [10, 20]
+        sizes.clear()
+        assert samples._sample(path, descriptor, near, "s")["b"] == b"aa" + bytes(98)
+        assert sizes == [103]
+    finally:
+        os.close(descriptor)
+
+
+def test_a_deleted_file_is_closed_when_another_is_opened(seeded: tuple[Path, Store, Manifest]) -> None:
+    _, store, manifest = seeded
+    first, second = (store.path(manifest.digest, shard) for shard in (0, 1))
+    with SampleReader() as reader:
+        reader.read(first, manifest, 0, 0)
+        first.unlink()
+        reader.read(second, manifest, 1, 0)
+        assert list(reader._descriptors) == [str(second)]

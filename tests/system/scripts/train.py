@@ -35,14 +35,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow", metavar="FILE")
     parser.add_argument("--gate", nargs=2, metavar="FILE", help="be ready once it is there; made on arrival")
     parser.add_argument("--fault", choices=["raise", "kill", "nan"], help="what happens at the sample KEY")
-    parser.add_argument("--key", metavar="KEY", help="default: the first one")
+    parser.add_argument("--key", metavar="KEY", action="append", help="default: the first one")
+    parser.add_argument("--on-error", choices=["stop", "skip"], default="stop")
+    parser.add_argument("--workers", type=int, default=0)
     return parser.parse_args()
 
 
 def decode(sample: dict, args: argparse.Namespace) -> tuple[torch.Tensor, int]:
     """(16,) float from 0 to 1, and the class, which is the folder's name; or the fault that is asked for."""
     x = torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8).float() / 255
-    if args.fault and args.key in (None, sample["__key__"]):
+    if args.fault and (args.key is None or sample["__key__"] in args.key):
         if args.fault == "raise":
             raise ValueError(f"sample {sample['__key__']} is broken")
         if args.fault == "kill":
@@ -75,7 +77,15 @@ def main() -> None:
         model = nn.Sequential(nn.Linear(FEATURES, args.hidden), nn.ReLU(), nn.Linear(args.hidden, CLASSES))
         sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
         optimizer = dmc.Optimizer(sgd, peer, tau=args.tau)
-        for x, y in peer.loader(data, args.batch_size, args.epochs, decode=lambda s: decode(s, args)):
+        loader = peer.loader(
+            data,
+            args.batch_size,
+            args.epochs,
+            decode=lambda s: decode(s, args),
+            on_error=args.on_error,
+            num_workers=args.workers,
+        )
+        for x, y in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
