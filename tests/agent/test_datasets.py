@@ -812,6 +812,150 @@ def test_a_full_store_says_so_and_goes_on_with_what_it_has(
     run(work())
 
 
+def test_a_rotten_shard_is_found_said_and_repaired_and_meanwhile_nobody_counts_on_it(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of(replace(SETTINGS, scrub_pass_s=0.5)) as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: settled(net, manifest) and all_verified(one, manifest))
+            whole = store.path(d, 2).read_bytes()
+            unnoticed(store, manifest, 2, zero)
+            await net.until(lambda: len(one.events("shard_corrupt")) == 1)
+            assert not one.data.usable(d, 2) and 2 not in one.data.held(d)
+            assert await one.data.provide_shard(shard_request(d, 2)) is None
+            await net.until(lambda: [e["source"] for e in one.events("fetched")] == [two.id])
+            assert one.data.usable(d, 2) and store.path(d, 2).read_bytes() == whole
+            [line] = one.around.said
+            assert "shard" in line and "is damaged here" in line
+            await net.until(lambda: two.data.under_replicated(d) == 0)
+
+    run(work())
+
+
+def shard_request(dataset: bytes, shard: int) -> BulkRequest:
+    return BulkRequest(request=1, kind=BulkKind.SHARD, name="", digest=dataset, part=shard, offset=0, size=1)
+
+
+def test_a_shard_whose_only_good_copy_is_the_rotten_ones_neighbour_is_not_given_up(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    """A copy too many stays while one of those that are to keep the shard has a rotten one and nobody else's."""
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of(replace(SETTINGS, pledge_fresh_s=0.0, reconcile_still_ms=10_000_000)) as net:
+            one, two = net.join(1, store, weight=0), net.join(2, copy(tmp_path, 2, store, manifest))
+            three = net.join(3, copy(tmp_path, 3, store, manifest))
+            await net.until(lambda: all(all_verified(n, manifest) for n in net.nodes))
+            unnoticed(three.store, manifest, 1, zero)
+            await net.until(
+                lambda: len(three.events("shard_corrupt")) == 1
+            )  # it was looked at before it was pledged
+            await net.rest(5.0)
+            assert 1 in one.data.held(d) and 1 not in three.data.held(d)
+            assert two.data.held(d) == set(shards)
+
+    run(work())
+
+
+def test_what_a_peer_held_in_a_former_life_counts_for_nothing(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    """It is back before anybody missed it, on an empty disk, and says nothing, for it knows no data set."""
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    async def work() -> None:
+        async with net_of(replace(SETTINGS, drop_still_ms=10_000_000)) as net:
+            one = net.join(1, store, weight=0)
+            two, three = net.join(2, empty(tmp_path, 2)), net.join(3, empty(tmp_path, 3))
+            await net.until(lambda: two.data.held(d) == three.data.held(d) == set(shards))
+            await net.until(lambda: all(len(h) == 3 for h in one.data.holders(d).values()))
+            net.lose = lambda sender, to, message: sender is three
+            three.record = replace(three.record, boot=2)
+            await net.step()
+            assert all(three.id not in h for h in one.data.holders(d).values())
+            assert one.data.under_replicated(d) == len(shards) and not one.data.replicated_elsewhere()
+            net.lose = lambda sender, to, message: False
+            await net.until(lambda: all(len(h) == 3 for h in two.data.holders(d).values()))
+
+    run(work())
+
+
+def test_what_does_not_fit_goes_to_others_and_no_peer_stores_more_than_it_may(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+    room = 2 * max(manifest.shard_sizes)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, small = net.join(1, store), net.join(2, empty(tmp_path, 2, capacity_bytes=room))
+            large = net.join(3, empty(tmp_path, 3))
+
+            def watch() -> None:
+                stored = sum(p.stat().st_size for p in (tmp_path / "store2").glob("*/shards/*"))
+                assert stored <= room
+
+            net.watch = watch
+            await net.until(lambda: small.data.full)
+            await net.until(lambda: all(n.data.under_replicated(d) == 0 for n in net.nodes))
+            copies = [sum(n.data.usable(d, s) for n in net.nodes) for s in shards]
+            assert min(copies) >= 2 and small.data.held(d)
+            placed = large.data.placed(d)
+            assert placed is not None and large.data.held(d) > set(placed.shards_of(large.id))
+            told = one.data.tally(d)
+            assert told is not None and (told.under_replicated, told.lost, told.in_flight) == (0, 0, 0)
+
+    run(work())
+
+
+@pytest.mark.parametrize("when", ["before it is deleted", "after it was deleted"])
+def test_an_agent_that_is_killed_as_it_gives_a_copy_up_holds_it_or_does_not(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    store, manifest = seeded
+    d, shards = manifest.digest, range(len(manifest.shards))
+
+    class Killed(BaseException):
+        pass
+
+    drop = Store.drop
+
+    dropped: list[int] = []
+
+    def killed(self: Store, dataset: bytes, shard: int) -> None:
+        if self is store:
+            dropped.append(shard)
+            if when == "after it was deleted":
+                drop(self, dataset, shard)
+            raise Killed
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store, weight=0)
+            two, three = net.join(2, empty(tmp_path, 2)), net.join(3, empty(tmp_path, 3))
+            monkeypatch.setattr(Store, "drop", killed)
+            with pytest.raises(Killed):
+                await net.until(lambda: False)
+            monkeypatch.setattr(Store, "drop", drop)
+            net.kill(one)
+            again = Store(store.root)
+            lacks = set(shards) - again.holdings(d)
+            assert lacks == (set(dropped) if when == "after it was deleted" else set())
+            assert all(again.verify(d, s) for s in again.holdings(d)) and len(dropped) == 1
+            for other in (two, three):
+                assert other.store.verify(d, dropped[0])  # what was pledged is there
+
+    run(work())
+
+
 # -- what others say --------------------------------------------------------------------------------------------------
 
 
