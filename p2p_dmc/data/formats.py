@@ -113,9 +113,12 @@ def scan(
     if depth < 1:
         raise UserError(f"--depth {depth}: the depth counts folders from 1, the top level; use 1 or more")
     try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        mode = path.stat().st_mode
     except OSError as error:
         raise UserError(f"{str(path)!r}: {error.strerror}; give an existing folder or file") from error
+    is_folder = stat.S_ISDIR(mode)
+    if not is_folder and not stat.S_ISREG(mode):
+        raise UserError(f"{str(path)!r}: no file and no folder; give one of them")
     spool, wanted = spool or Spool(None), wanted_by(include, exclude)
     root = path.resolve() if is_folder else path.resolve().parent
     marked = _marked_folder(root) if is_folder else None

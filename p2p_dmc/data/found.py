@@ -380,11 +380,14 @@ class Scan:
 
 
 def class_names(samples: Samples) -> tuple[str, ...]:
-    """Names of the samples' top-level folders, sorted; none when there are more than a manifest names."""
+    """Names of the samples' top-level folders, sorted; none when there are more than a manifest names.
+
+    A tar's member may lie in a folder of no name, or of one longer than a file's may be: those are no classes.
+    """
     names: set[bytes] = set()
     for key in samples.key_bytes():
         folder, slash, _ = key.partition(b"/")
-        if slash:
+        if slash and 1 <= len(folder) <= MAX_EXTENSION_BYTES:
             names.add(folder)
             if len(names) > MAX_CLASSES:
                 return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,16 @@ def read_errors(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path!r}: {error.strerror}; make it readable and seed again") from error
+
+
+def open_file(path: str) -> int:
+    """A descriptor to read from. Whatever else has come in the file's place is not waited for: UserError."""
+    with read_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise changed(path)
+    return descriptor
 
 
 class Sources:
@@ -66,7 +77,7 @@ class Sources:
     def whole(self, path: str, size: int, *, is_all: bool = True) -> Iterator[bytes]:
         """A file that has exactly this size, or with ``is_all`` False begins with it, and does not change meanwhile."""
         left = size
-        with read_errors(path), open(path, "rb", buffering=0) as file:
+        with open(open_file(path), "rb", buffering=0) as file, read_errors(path):
             before = stamp_of(os.fstat(file.fileno()))
             while piece := file.read(min(PIECE_BYTES, left + is_all)):
                 left -= len(piece)
@@ -92,8 +103,7 @@ class Sources:
         if descriptor is not None:
             self._descriptors.move_to_end(path)
             return descriptor
-        with read_errors(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_file(path)
         self._descriptors[path] = descriptor
         if stamp_of(os.fstat(descriptor)) != self._stamps[path]:
             raise changed(path)

@@ -26,7 +26,7 @@ from typing import IO, Any, BinaryIO, Literal, cast
 from p2p_dmc.config import format_size
 from p2p_dmc.data.disk import PIECE_BYTES, StoreFull, disk_errors
 from p2p_dmc.data.found import FileField, Skipped
-from p2p_dmc.data.sources import read_errors
+from p2p_dmc.data.sources import open_file, read_errors
 from p2p_dmc.data.walk import Entry
 from p2p_dmc.errors import UserError
 
@@ -171,8 +171,7 @@ class Input:
     @contextmanager
     def open(self, entry: Entry) -> Iterator[IO[bytes]]:
         """The file's bytes, decompressed if its name says that they are compressed."""
-        with read_errors(entry.path):
-            raw = io.BufferedReader(_Watched(entry.path, self.on_bytes), PIECE_BYTES)
+        raw = io.BufferedReader(_Watched(open_file(entry.path), self.on_bytes), PIECE_BYTES)
         with raw:
             yield decompressed(raw, entry.path)
 
@@ -185,8 +184,8 @@ def stem_of(name: str) -> str:
 
 
 class _Watched(io.FileIO):
-    def __init__(self, path: str, on_bytes: Callable[[int], None]) -> None:
-        super().__init__(path)
+    def __init__(self, descriptor: int, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(descriptor)
         self._on_bytes = on_bytes
 
     def readinto(self, buffer: Any, /) -> int:
