@@ -71,7 +71,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def file_digest(file: BinaryIO) -> bytes:
     """BLAKE2b-128 of a file from its beginning, in pieces."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    buffer = memoryview(bytearray(PIECE_BYTES))  # one for all pieces: new memory costs as much as the copying
     file.seek(0)
-    while piece := file.read(PIECE_BYTES):
-        state.update(piece)
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        state.update(buffer[:count])
     return state.digest()

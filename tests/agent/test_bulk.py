@@ -15,7 +15,8 @@ import zmq.asyncio
 
 from p2p_dmc.agent import adoption as adoption_module
 from p2p_dmc.agent.adoption import HEAD, Adoption, AdoptionFailedError
-from p2p_dmc.agent.bulk import BulkClient, BulkServer, SourceLostError
+from p2p_dmc.agent.bulk import BulkClient, BulkServer, Provider, SourceLostError, SourceSilentError
+from p2p_dmc.agent.limits import RateLimit
 from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.agreement_messages import Promises, StateRef
@@ -42,13 +43,13 @@ class Pair:
         self.client = BulkClient(self.context, timeout_ms)
         self.servers: list[BulkServer] = []
 
-    def serve(self, answer: Answer, kind: BulkKind = BulkKind.SHARD) -> str:
+    def serve(self, answer: Provider, kind: BulkKind = BulkKind.SHARD) -> str:
         server = BulkServer(self.context)
         server.provide(kind, answer)
         self.servers.append(server)
         return f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
 
-    async def get(self, address: str, offset: int = 0, size: int = 1 << 20) -> tuple[int, bytes]:
+    async def get(self, address: str, offset: int = 0, size: int = 1 << 20) -> tuple[int, memoryview]:
         return await self.client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=size)
 
 
@@ -229,6 +230,81 @@ def test_replies_that_nobody_waits_for_are_dropped() -> None:
             assert await p.get(address) == (3, b"abc")
             assert await p.get(address) == (3, b"abc")
             await server
+
+    run(work())
+
+
+def test_a_source_that_takes_its_time_with_one_range_is_not_silent_while_it_answers_others() -> None:
+    async def work() -> None:
+        async with pair(timeout_ms=300) as p:
+            others = asyncio.Event()
+
+            async def answer(request: BulkRequest) -> tuple[int, bytes]:
+                if request.offset == 0:
+                    await others.wait()
+                return len(CONTENT), CONTENT[request.offset : request.offset + request.size]
+
+            address = p.serve(answer)
+            slow = asyncio.create_task(p.get(address, 0, 10))
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            while loop.time() - began_s < 0.9:  # three time-outs
+                assert (await p.get(address, 10, 10))[1] == CONTENT[10:20]
+                await asyncio.sleep(0.01)
+            assert not slow.done()
+            others.set()
+            assert (await slow)[1] == CONTENT[:10]
+
+    run(work())
+
+
+def test_a_request_that_got_lost_is_given_up_though_its_source_answers_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_dmc.agent.bulk.LOST_TIMES", 2)
+
+    async def work() -> None:
+        async with pair(timeout_ms=200) as p:
+
+            async def answer(request: BulkRequest) -> tuple[int, bytes]:
+                if request.offset == 0:
+                    await asyncio.Event().wait()
+                return len(CONTENT), CONTENT[request.offset : request.offset + request.size]
+
+            address = p.serve(answer)
+            lost = asyncio.create_task(p.get(address, 0, 10))
+            while not lost.done():
+                assert (await p.get(address, 10, 10))[1] == CONTENT[10:20]
+                await asyncio.sleep(0.01)
+            with pytest.raises(SourceLostError, match="answers others") as raised:
+                await lost
+            assert not isinstance(raised.value, SourceSilentError)
+            assert (await p.get(address, 20, 5))[1] == CONTENT[20:25]
+
+    run(work())
+
+
+def test_both_ends_keep_to_their_limits() -> None:
+    """Every byte is taken from the sender's bucket before it is sent, from the receiver's before it is asked for."""
+
+    class Counted(RateLimit):
+        taken = 0
+
+        async def take(self, size_bytes: int) -> None:
+            self.taken += size_bytes
+
+    async def work() -> None:
+        context = zmq.asyncio.Context()
+        up, down = Counted(), Counted()
+        server, client = BulkServer(context, up), BulkClient(context, 10_000, down)
+        server.provide(BulkKind.SHARD, ranges_of(CONTENT))
+        address = f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
+        for offset in range(0, len(CONTENT), 256):
+            await client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=256)
+        assert up.taken == down.taken == len(CONTENT)
+        client.close()
+        server.close()
+        context.destroy(linger=0)
 
     run(work())
 
