@@ -18,7 +18,7 @@ from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
 from p2p_dmc.core.repair import Said
 from p2p_dmc.core.replication import Copies, Tally
-from p2p_dmc.core.shard_set import ShardSet
+from p2p_dmc.core.shard_set import ShardSet, union
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.data.versions import is_clash, meant
@@ -144,9 +144,8 @@ class DataService:
         known = self._known.get(dataset)
         if known is None:
             return frozenset()
-        there = self._repairing.own(known).there
-        for other in known.others.values():
-            there = there | other.shards
+        others = [other.shards for other in known.others.values()]
+        there = union([self._repairing.own(known).there, *others], len(known.manifest.shards))
         if dataset not in self._reachable or self._reachable[dataset][0] != there:
             self._reachable[dataset] = there, frozenset(there)
         return self._reachable[dataset][1]
@@ -222,11 +221,13 @@ class DataService:
 
     def sole_copies_elsewhere(self) -> bool:
         """Whether every shard held here is also held, verified, by another live peer."""
-        return all(
-            any(shard in said.copies.verified for said in known.others.values())
-            for dataset, known in self._known.items()
-            for shard in self.held(dataset)
-        )
+        for known in self._known.values():
+            elsewhere = union(
+                [said.copies.verified for said in known.others.values()], len(known.manifest.shards)
+            )
+            if (self._repairing.own(known).there.mask() & ~elsewhere.mask()).any():
+                return False
+        return True
 
     # -- what others say ----------------------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ class DataWatch:
     def lost(self, known: Known, reachable: frozenset[int], now_s: float, changed_s: float) -> None:
         """Shards that no live peer holds; ``changed_s``: when membership last moved."""
         manifest = known.manifest
+        if len(reachable) == len(manifest.shards):
+            return
         lost = sorted(set(range(len(manifest.shards))) - reachable)
         if lost and now_s - max(known.lost_said_s, changed_s) > (
             LOST_REMINDER_S if known.lost_said_s else LOST_AFTER_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from p2p_dmc.core.membership import MemberRecord, MemberState
 from p2p_dmc.core.placement import StoringPeer
@@ -23,8 +24,11 @@ def storing(records: Iterable[MemberRecord]) -> tuple[StoringPeer, ...]:
     )
 
 
+_decoded = lru_cache(maxsize=4096)(decode_meta)  # asked for at every tick, and seldom new
+
+
 def _metas(records: Iterable[MemberRecord]) -> Iterator[tuple[str, PeerMeta]]:
     for record in records:
-        meta = decode_meta(record.meta)
+        meta = _decoded(record.meta)
         if record.state in (MemberState.ALIVE, MemberState.SUSPECT) and meta is not None:
             yield record.peer_id, meta

@@ -139,6 +139,10 @@ class Placement:
         """Indexes of the shards that the peer should hold, ascending; none for a peer that does not store."""
         return tuple(np.flatnonzero(self.ranks_of(peer_id) >= 0).tolist())
 
+    def columns(self) -> I32:
+        """Of shape (ranks, shards): the holders, each by its place among ``peers``. Not to be written to."""
+        return self._best
+
     def ranks_of(self, peer_id: str) -> I32:
         """Of shape (shards,): the peer's place among the shard's holders, 0 for its primary; -1 where it is not one."""
         for column, peer in enumerate(self.peers):

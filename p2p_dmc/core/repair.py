@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from p2p_dmc.core.pledges import Key, Pledges
 from p2p_dmc.core.replication import I64, Copies, Duty, Plan
-from p2p_dmc.core.shard_set import Mask, ShardSet
+from p2p_dmc.core.shard_set import Mask, ShardSet, union
 
 Indexes = npt.NDArray[np.intp]
-LOOKED_AT = 1024
+LOOKED_AT = 2048
 """Surplus copies that one call considers: each costs a look at who is to keep it."""
 
 
@@ -129,10 +129,7 @@ class Repair:
         return [int(shard) for shard in shards[order]]
 
     def _elsewhere(self) -> Mask:
-        there = ShardSet.of([], self._shards)
-        for said in self.others.values():
-            there = there | said.copies.there
-        return there.mask()
+        return union([said.copies.there for said in self.others.values()], self._shards).mask()
 
     def _counted(self, shards: Indexes) -> I64:
         """Verified copies that others have, of each of these shards."""
@@ -160,14 +157,19 @@ class Repair:
         room = self._settings.most_asked - self._pledges.open_count()
         if room <= 0 or not len(shards):
             return
-        shards = shards[self._counted(shards) >= self._replicas]
+        at = int(np.searchsorted(shards, self._looked)) % len(shards)
+        looked = np.concatenate([shards[at:], shards[:at]])[:LOOKED_AT]
         asked: list[tuple[Key, tuple[str, ...]]] = []
-        for shard in np.roll(shards, -self._looked)[:LOOKED_AT].tolist():
+        for shard in looked[self._counted(looked) >= self._replicas].tolist():
             if (self._dataset, shard) not in self._pledges and not held_fast(shard):
                 keepers = self._keepers_that_have(shard)
                 asked += [((self._dataset, shard), keepers)] if keepers else []
-        self._looked = (self._looked + LOOKED_AT) % len(shards) if len(shards) > LOOKED_AT else 0
-        self._pledges.ask(asked[:room], now_ms)
+            if len(asked) == room:
+                self._looked = shard + 1
+                break
+        else:
+            self._looked = int(looked[-1]) + 1
+        self._pledges.ask(asked, now_ms)
 
     def _keepers_that_have(self, shard: int) -> tuple[str, ...]:
         """Those that are to keep the shard when they are as many as wanted and all say they have it; else nobody."""

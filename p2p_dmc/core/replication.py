@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2p_dmc.core.placement import Placement
-from p2p_dmc.core.shard_set import Mask, ShardSet
+from p2p_dmc.core.shard_set import Mask, ShardSet, union
 
 I64 = npt.NDArray[np.int64]
 
@@ -77,13 +77,32 @@ class Plan:
         if peer_id in self._full:
             return np.where(self._full[peer_id].mask(), ranks, np.int32(-1)).astype(np.int32)
         if self._full:
-            lacked = np.zeros(len(ranks), dtype=bool)
-            for other, held in self._full.items():
-                lacked |= (self.placed.ranks_of(other) >= 0) & ~held.mask()
-            for shard in np.flatnonzero(lacked & (self._spare.ranks_of(peer_id) >= 0)).tolist():
+            for shard in np.flatnonzero(self._passed_on() & (self._spare.ranks_of(peer_id) >= 0)).tolist():
                 keepers = self.keepers(shard)
                 ranks[shard] = keepers.index(peer_id) if peer_id in keepers else -1
         return ranks
+
+    def _passed_on(self) -> Mask:
+        """Shards that one of their holders has no room for."""
+        lacked = np.zeros(len(self.placed), dtype=bool)
+        for other, held in self._full.items():
+            lacked |= (self.placed.ranks_of(other) >= 0) & ~held.mask()
+        return lacked
+
+    def lacking(self, there: Mapping[str, ShardSet]) -> I64:
+        """Of shape (shards,): how many of its keepers do not have each shard; ``there``: what peers have."""
+        peers, shards = self.placed.peers, len(self.placed)
+        total = np.zeros(shards, dtype=np.int64)
+        if not peers:
+            return total
+        nothing = ShardSet.of([], shards)
+        bits = np.stack([there.get(p.peer_id, nothing).bits for p in peers])
+        index = np.arange(shards)
+        for columns in self.placed.columns():
+            total += 1 - (bits[columns, index >> 3] >> (7 - (index & 7)).astype(np.uint8) & 1)
+        for shard in np.flatnonzero(self._passed_on()).tolist() if self._full else ():
+            total[shard] = sum(shard not in there.get(p, nothing) for p in self.keepers(shard))
+        return total
 
 
 class Duty:
@@ -144,19 +163,15 @@ class Tally:
 def tally(plan: Plan, copies: Mapping[str, Copies], replicas: int, staying: set[str]) -> Tally:
     """``copies`` of every live peer, this one included; ``staying``: those that placement counts."""
     shards = len(plan.placed)
-    nothing = Copies(verified=ShardSet.of([], shards), unverified=ShardSet.of([], shards), full=False)
     kept = counted([c.verified for p, c in copies.items() if p in staying], shards)
-    verified = counted([c.verified for c in copies.values()], shards)
-    there = counted([c.there for c in copies.values()], shards)
+    verified = union([c.verified for c in copies.values()], shards).mask()
+    there = union([c.there for c in copies.values()], shards).mask()
     wanted = min(replicas, len(staying))
-    in_flight = sum(
-        int(((plan.ranks_of(p) >= 0) & ~copies.get(p, nothing).there.mask() & (there > 0)).sum())
-        for p in sorted(staying)
-    )
+    lacking = plan.lacking({p: c.there for p, c in copies.items()})
     return Tally(
         wanted=wanted,
         under_replicated=int((kept < wanted).sum()),
-        in_flight=in_flight,
-        unverified=int(((verified == 0) & (there > 0)).sum()),
-        lost=int((there == 0).sum()),
+        in_flight=int(lacking[there].sum()),
+        unverified=int((there & ~verified).sum()),
+        lost=int((~there).sum()),
     )

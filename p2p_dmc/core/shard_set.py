@@ -14,13 +14,13 @@ Mask = npt.NDArray[np.bool_]
 class ShardSet:
     """Indexes of shards of a data set with ``count`` of them. Immutable."""
 
-    __slots__ = ("_bits", "count")
+    __slots__ = ("bits", "count")
 
     def __init__(self, bits: npt.NDArray[np.uint8], count: int) -> None:
         """``bits``: in numpy.packbits order, those after the last shard 0."""
         if len(bits) != (count + 7) // 8:
             raise ValueError(f"{len(bits)} bytes of bits for {count} shards")
-        self._bits = bits
+        self.bits = bits
         self.count = count
 
     @classmethod
@@ -39,20 +39,20 @@ class ShardSet:
         return cls.where(cls(np.frombuffer(data, np.uint8), count).mask())
 
     def to_bytes(self) -> bytes:
-        return self._bits.tobytes()
+        return self.bits.tobytes()
 
     def mask(self) -> Mask:
-        return np.unpackbits(self._bits, count=self.count).view(bool)
+        return np.unpackbits(self.bits, count=self.count).view(bool)
 
     def at(self, shards: npt.NDArray[np.intp]) -> Mask:
         """Of shape (len(shards),): whether each of these is in the set."""
-        found: Mask = (self._bits[shards >> 3] >> (7 - (shards & 7)).astype(np.uint8) & 1).astype(np.bool_)
+        found: Mask = (self.bits[shards >> 3] >> (7 - (shards & 7)).astype(np.uint8) & 1).astype(np.bool_)
         return found
 
     def __contains__(self, shard: object) -> bool:
         if not isinstance(shard, int) or not 0 <= shard < self.count:
             return False
-        return bool(self._bits[shard >> 3] >> (7 - (shard & 7)) & 1)
+        return bool(self.bits[shard >> 3] >> (7 - (shard & 7)) & 1)
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.flatnonzero(self.mask()).tolist())
@@ -61,17 +61,25 @@ class ShardSet:
         return int(np.count_nonzero(self.mask()))
 
     def __or__(self, other: ShardSet) -> ShardSet:
-        return ShardSet(self._bits | other._bits, self.count)
+        return ShardSet(self.bits | other.bits, self.count)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, ShardSet)
             and self.count == other.count
-            and np.array_equal(self._bits, other._bits)
+            and np.array_equal(self.bits, other.bits)
         )
 
     def __hash__(self) -> int:
-        return hash((self.count, self._bits.tobytes()))
+        return hash((self.count, self.bits.tobytes()))
 
     def __repr__(self) -> str:
         return f"ShardSet({list(self)}, of {self.count})"
+
+
+def union(sets: Iterable[ShardSet], count: int) -> ShardSet:
+    """What is in any of these."""
+    bits = np.zeros((count + 7) // 8, dtype=np.uint8)
+    for one in sets:
+        bits |= one.bits
+    return ShardSet(bits, count)
