@@ -25,38 +25,30 @@ class Pace:
 
     before: int
     """Samples a second as it said for the view; 0 when unknown."""
-    rounds: tuple[tuple[int, int, int], ...] = ()
-    """Samples, local steps, microseconds of them: of the last rounds in which it had any, oldest first."""
+    batch: int = 1
+    """Samples of a local step, rounded up: the most so far, for the last batches of an epoch are short."""
+    times: tuple[int, ...] = ()
+    """Microseconds of a local step in the last rounds that had full ones, oldest first."""
 
     def after(self, samples: int, steps: int, compute_us: int) -> Pace:
         """A round went by."""
         if min(samples, steps, compute_us) <= 0:
             return self
-        return replace(self, rounds=(*self.rounds, (samples, steps, compute_us))[-KEPT:])
+        batch = max(self.batch, -(-samples // steps))
+        if 4 * samples < 3 * steps * batch:
+            return self
+        return replace(self, batch=batch, times=(*self.times, max(1, compute_us // steps))[-KEPT:])
 
     @property
     def speed(self) -> int:
         """Samples a second, 0 when unknown: one round alone tells too little."""
-        if len(self.rounds) < 2:
-            return self.before
-        speeds = sorted(samples * 1_000_000 // compute_us for samples, _, compute_us in self.rounds)
-        return max(1, speeds[len(speeds) // 2])
+        return max(1, self.batch * 1_000_000 // self.step_us) if self.step_us else self.before
 
     @property
     def step_us(self) -> int:
         """Microseconds of a local step, 0 when unknown."""
-        if len(self.rounds) < 2:
-            return 0
-        times = sorted(compute_us // steps for _, steps, compute_us in self.rounds)
-        return max(1, times[(len(times) - 1) // 2])
-
-    @property
-    def batch(self) -> int:
-        """Samples of a local step, rounded up; 1 when unknown."""
-        if not self.rounds:
-            return 1
-        samples, steps, _ = self.rounds[-1]
-        return -(-samples // steps)
+        times = sorted(self.times)
+        return times[(len(times) - 1) // 2] if len(times) > 1 else 0
 
 
 def local_steps(tau: int, paces: Sequence[Pace], member: int, busy: Sequence[bool]) -> int:

@@ -19,8 +19,8 @@ __all__ = ["Member", "is_due", "rebalanced"]
 
 SLACK = 8
 """A member may have one part in so many more left than its share: its speed is not known any better."""
-FETCH_S = 2
-"""A shard of 64 MiB takes less on a link of 1 Gbit/s, with the time to find it."""
+FETCH_MS = 500
+"""A shard of 64 MiB takes about as long on a link of 1 Gbit/s; and it is 5 % of an epoch of ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,8 @@ class _Moves:
         self._members = members
         self._room = room
         """Samples that each member may take."""
-        self._worth = [FETCH_S * speed for speed in supposed([member.speed for member in members])]
+        speeds = supposed([member.speed for member in members])
+        self._worth = [-(-FETCH_MS * speed // 1000) for speed in speeds]
         """With room for so many samples it would idle longer than it takes to fetch a shard."""
         self.gone: list[dict[int, Intervals]] = [{} for _ in members]
         self.taken: list[list[Stretch]] = [[] for _ in members]

@@ -308,6 +308,7 @@ def test_a_header_is_in_the_start_if_its_samples_are(
 # -- the rest shared out anew ------------------------------------------------------------------------------------------
 
 SLOW = Pace(before=0).after(4, 1, 4_000_000).after(4, 1, 4_000_000)
+QUICK = Pace(before=0).after(4, 1, 40_000).after(4, 1, 40_000)
 FAST = Pace(before=0).after(4, 1, 400_000).after(4, 1, 400_000)
 
 
@@ -356,7 +357,7 @@ def test_a_shard_that_was_trained_on_here_is_here() -> None:
     work = Work.for_view(view, 1, ledger((40,)), keep_leases=False)
     assert [work.assignment.length(i) for i in (0, 1)] == [20, 20]
     work.lease(20)
-    paces = (FAST, SLOW)
+    paces = (QUICK, SLOW)  # the first one idles for less than half a second
     unknown = work.rebalanced(view, (0, 4), paces, drop_leases=False)
     work.advance((4, 4))
     known = work.rebalanced(view, (0, 4), paces, drop_leases=False)

@@ -15,7 +15,7 @@ from p2p_dmc.core.assignment import shares, supposed
 from p2p_dmc.core.braids import Braid, in_turn, size, weave
 from p2p_dmc.core.ledger import Stretch
 from p2p_dmc.core.pace import MOST_STEPS, Pace, local_steps
-from p2p_dmc.core.rebalancing import FETCH_S, SLACK, Member, is_due, rebalanced
+from p2p_dmc.core.rebalancing import FETCH_MS, SLACK, Member, is_due, rebalanced
 
 SEEDS = st.integers(0, 2**32)
 ALL = range(100)
@@ -119,7 +119,7 @@ def test_who_fetches_would_idle_for_longer_than_that_takes(seed: int) -> None:
         had = set(in_turn(members[i].rest))
         fetched = [s for s, at in in_turn(braids) if (s, at) not in had and s not in members[i].held]
         if fetched:
-            assert not members[i].full and due[i] - rests[i] >= FETCH_S * speeds[i]
+            assert not members[i].full and 1000 * (due[i] - rests[i]) >= FETCH_MS * speeds[i]
 
 
 def test_the_slow_one_gives_what_it_would_train_on_last() -> None:
@@ -144,10 +144,10 @@ def test_a_little_too_much_is_left_as_it_is() -> None:
 
 def test_nobody_takes_what_it_would_have_to_fetch_for_a_moment() -> None:
     slow = member(shard(0, 100), held=[0], speed=10)
-    soon = member(held=[5], speed=40)
-    assert rebalanced([slow, soon]) is not None  # it would idle for two seconds
-    assert rebalanced([slow, member(held=[5], speed=45)]) is None
-    assert rebalanced([slow, member(held=[5], speed=40, full=True)]) is None
+    assert rebalanced([slow, member(held=[5], speed=190)]) is not None  # it would idle for half a second
+    assert rebalanced([slow, member(held=[5], speed=190, full=True)]) is None
+    assert rebalanced([slow, member(held=[5], speed=191)]) is None
+    assert rebalanced([slow, member(held=[0], speed=191)]) is not None
 
 
 def test_holders_come_first() -> None:
@@ -179,6 +179,7 @@ def test_rounds_without_samples_or_time_say_nothing() -> None:
     there = pace((8, 2, 500), (8, 2, 500))
     assert there.after(0, 0, 0) == there.after(8, 2, 0) == there.after(0, 2, 500) == there
     assert there.batch == 4 and pace((9, 2, 500)).batch == 5 and pace().batch == 1
+    assert there.after(1, 1, 250) == there  # the last batch of an epoch says nothing of the machine
 
 
 @pytest.mark.parametrize(
