@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from tests.system.cluster import Cluster, Peer  # noqa: E402
 
 SAMPLE_BYTES = 1 << 20
+PORT = 7400
 NAME = "joining"  # as the script of joining_kit, which trains here too, calls its data set
 
 Found = TypeVar("Found")
@@ -56,7 +57,7 @@ class Peers(Cluster):
 
     def address(self, number: int) -> str:
         """Where the peer is to listen."""
-        return f"tcp://{self._hosts[number]['address'] if self._hosts else '127.0.0.1'}:0"
+        return f"tcp://{self._hosts[number]['address']}:{PORT}" if self._hosts else "tcp://127.0.0.1:0"
 
     def bring(self, data: Path, replicas: int, *options: str) -> None:
         """The first peer cuts the data into shards and serves them."""
@@ -67,13 +68,14 @@ class Peers(Cluster):
         self.listening(self.all[0])
         self.shards = len(list((self.all[0].home / "store").glob("*/shards/*.tar")))
 
-    def hold(self, number: int) -> Peer:
-        """A peer joins to hold and serve; returns when it listens."""
-        peer = self.all[number]
-        where = ["--listen", self.address(number), "--insecure", "--home", str(peer.home)]
-        peer.start(["join", *where, "--name", peer.name, self.all[0].address])
-        self.listening(peer)
-        return peer
+    def hold(self, *numbers: int) -> None:
+        """Peers join to hold and serve; returns when they listen. On hosts the first one may come later."""
+        for number in numbers:
+            peer = self.all[number]
+            where = ["--listen", self.address(number), "--insecure", "--home", str(peer.home)]
+            peer.start(["join", *where, "--name", peer.name, self.all[0].address or self.address(0)])
+        for number in numbers:
+            self.listening(self.all[number])
 
     def train(self, number: int, founders: int, words: Sequence[str], script: Path) -> None:
         """A peer joins with a script; the first one's agent runs already."""

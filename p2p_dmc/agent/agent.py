@@ -120,6 +120,7 @@ class Agent:
             members=self.members,
         )
         self.data.yield_to(self._reducing)
+        self.bulk_server.busy = self._reducing
         self.membership: Membership | None = None
         self.address = ""
         self.endpoint = ""

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from p2p_dmc.agent.limits import RateLimit
+from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkReply, BulkRequest
@@ -25,8 +26,13 @@ MAX_DATA_BYTES = 4 << 20
 IDLE_LINKS = 64
 AT_ONCE = 4
 """Requests that a server works on at once: one is read from the disk while others wait for it, or are sent."""
+TRICKLE_BYTES = 3_000_000
+"""What nobody waits for is sent at this rate, bytes a second, while training needs the link here."""
 LOST_TIMES = 4
 """A request is given up after so many time-outs, though its source answers others: the request was dropped there."""
+
+BACKGROUND = "background"
+"""Name of requests that nobody waits for."""
 
 Found = tuple[int, bytes | memoryview] | None
 Provider = Callable[[BulkRequest], Found | Awaitable[Found]]
@@ -44,6 +50,10 @@ class BulkServer:
         self._router.setsockopt(zmq.IPV6, 1)
         self._providers: dict[BulkKind, Provider] = {}
         self.serving: asyncio.Task[None] | None = None
+        self.busy: Callable[[], bool] = lambda: False
+        """Whether training needs the link just now."""
+        self._trickle_until_s = 0.0
+        self._later = Tasks(lambda error: log.error("a bulk request failed", exc_info=error))
         self.sent_bytes = 0
         self.bad = 0
 
@@ -70,13 +80,29 @@ class BulkServer:
             except RemoteProtocolError:
                 self.bad += 1
                 continue
-            total, data = await self._found(request) or (-1, b"")
-            await self._limit.take(len(data))
-            reply = codec.encode(BulkReply(request=request.request, total=total))
-            copy = not isinstance(data, bytes)  # a view's memory may change before it is sent
-            with contextlib.suppress(zmq.ZMQError):
-                await self._router.send_multipart([frames[0], reply, data], flags=zmq.NOBLOCK, copy=copy)
-                self.sent_bytes += len(data)
+            if request.name == BACKGROUND and self.busy():
+                self._later.spawn(self._trickle(frames[0], request))
+            else:
+                await self._answer(frames[0], request)
+
+    async def _trickle(self, who: bytes, request: BulkRequest) -> None:
+        due_s = self._trickle_until_s = (
+            max(self._trickle_until_s, time.monotonic()) + request.size / TRICKLE_BYTES
+        )
+        while self.busy() and time.monotonic() < due_s:
+            await asyncio.sleep(0.02)
+        await self._answer(who, request)
+
+    async def _answer(self, who: bytes, request: BulkRequest) -> None:
+        total, data = await self._found(request) or (-1, b"")
+        await self._limit.take(len(data))
+        if self._router.closed:
+            return
+        reply = codec.encode(BulkReply(request=request.request, total=total))
+        copy = not isinstance(data, bytes)  # a view's memory may change before it is sent
+        with contextlib.suppress(zmq.ZMQError):
+            await self._router.send_multipart([who, reply, data], flags=zmq.NOBLOCK, copy=copy)
+            self.sent_bytes += len(data)
 
     async def _found(self, request: BulkRequest) -> Found:
         provider = self._providers.get(request.kind)
@@ -90,6 +116,7 @@ class BulkServer:
     def close(self) -> None:
         if self.serving is not None:
             self.serving.cancel()
+        self._later.cancel()
         self._router.close(0)
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_dmc.agent.bulk import BulkClient, SourceLostError, SourceSilentError
+from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSilentError
 from p2p_dmc.agent.known import Known
 from p2p_dmc.agent.serving import Parts, Serving
 from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
@@ -454,6 +454,7 @@ class Fetching:
             total, data = await self._bulk.fetch(
                 address,
                 BulkKind.SHARD,
+                name="" if plan.urgent else BACKGROUND,
                 digest=ask.key[0],
                 part=ask.key[1],
                 offset=ask.offset,

@@ -27,8 +27,12 @@ class Tasks:
         if error is not None:
             self._failed(error)
 
-    async def close(self) -> None:
-        """Cancel all and wait for their ends."""
+    def cancel(self) -> None:
+        """Cancel all."""
         for task in list(self._tasks):
             task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all and wait for their ends."""
+        self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -49,8 +49,11 @@ class Pair:
         self.servers.append(server)
         return f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
 
-    async def get(self, address: str, offset: int = 0, size: int = 1 << 20) -> tuple[int, memoryview]:
-        return await self.client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=size)
+    async def get(self, address: str, offset: int = 0, size: int = 1 << 20) -> tuple[int, bytes]:
+        total, data = await self.client.fetch(
+            address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=size
+        )
+        return total, bytes(data)
 
 
 @contextlib.asynccontextmanager

@@ -423,6 +423,28 @@ def test_while_training_needs_the_link_the_background_trickles_and_what_is_waite
     run(tmp_path, origin, manifest, work)
 
 
+def test_a_holder_whose_training_needs_the_link_sends_first_what_is_waited_for(
+    tmp_path: Path, origin: Store, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2p_dmc.agent.bulk.TRICKLE_BYTES", 5 * RANGE)
+    d = manifest.digest
+
+    async def work(w: World) -> None:
+        holder, me = w.holder(1), w.receiver(9)
+        busy = True
+        holder.server.busy = lambda: busy
+        me.fetching.start((d, 0), urgent=False)
+        await w.until(lambda: holder.asked.total() > 2)  # it trickles
+        for shard in (1, 2, 3):
+            came = me.want([shard])
+            await w.until(lambda came=came: came)  # type: ignore[misc]
+            assert not me.store.has(d, 0)
+        busy = False
+        await w.until(lambda: me.has(0))
+
+    run(tmp_path, origin, manifest, work)
+
+
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 CHILD = """
