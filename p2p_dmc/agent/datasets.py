@@ -13,7 +13,7 @@ from p2p_dmc.agent.presence import present, storing
 from p2p_dmc.agent.repairing import Repairing
 from p2p_dmc.agent.scrub import Scrub
 from p2p_dmc.agent.spreading import Key
-from p2p_dmc.config import AgentSettings
+from p2p_dmc.config import AgentSettings, format_size
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
 from p2p_dmc.core.repair import Said
@@ -76,6 +76,11 @@ class DataService:
         self._announce_wanted = True
         self._announced_s = 0.0
         self._was_full = False
+        if store.excess_bytes():
+            say(
+                f"the shards here take {format_size(store.excess_bytes())} more than --capacity allows: no more are "
+                "taken, and those that others keep are given up"
+            )
         self._rng = random.Random(peer_id)
         self._refused: set[bytes] = set()
         """Data sets that have the name of another one here."""
@@ -242,11 +247,13 @@ class DataService:
         """What a peer said that is gone, or lives anew, says nothing of what it has now."""
         boots = {r.peer_id: r.boot for r in self._members()}
         there = {peer_id: boots[peer_id] for peer_id, _ in present(self._members())}
+        anew = set()
         for known in self._known.values():
             for peer_id in [p for p, said in known.others.items() if there.get(p) != said.boot]:
                 self._repairing.gone(known, peer_id)
-                if peer_id in there:
-                    self.tell(peer_id)
+                anew.update({peer_id}.intersection(there))
+        for peer_id in sorted(anew):
+            self.tell(peer_id)
 
     def _announce(self) -> None:
         """What is held here has changed: the others are told soon."""
@@ -267,9 +274,9 @@ class DataService:
         )
 
     def tell(self, peer_id: str) -> None:
-        """Say to one peer what is held here of everything."""
-        for dataset in sorted(self._known):
-            self._send(peer_id, self.announcement(dataset), "")
+        """Say to one peer what is held here of everything, and ask the same of it where that is not known."""
+        for dataset, known in sorted(self._known.items()):
+            self._send(peer_id, self.announcement(dataset, answer=peer_id not in known.others), "")
 
     def _ask_dissenters(self) -> None:
         """What made them mean another placement, or not any more, may have been lost on the way."""

@@ -38,8 +38,8 @@ class Known:
     others: dict[str, Said] = field(default_factory=dict)
     placed: Placement | None = None
     dissents: dict[str, Dissent] = field(default_factory=dict)
-    version: int = 1
-    """Grows whenever what is held here, or what is known of it, changes."""
+    version: int = field(default_factory=lambda: int(time.monotonic() * 1e6))
+    """Grows whenever what is held here, or what is known of it, changes; also over what was known of it before."""
     lost_said_s: float = 0.0
 
     def place(self, peers: tuple[StoringPeer, ...]) -> bool:

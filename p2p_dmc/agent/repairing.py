@@ -58,7 +58,7 @@ class Repairing:
         self._pledges = Pledges(secrets.randbits(62))
         self._placing = Placing(self._facts, self._placed)
         self._repairs: dict[bytes, Repair] = {}
-        self._own: dict[bytes, tuple[tuple[int, bool], Copies]] = {}
+        self._own: dict[bytes, tuple[Known, int, Copies]] = {}
         self.leaves = False
         """This peer means to go as soon as every shard is kept by others."""
 
@@ -83,12 +83,19 @@ class Repairing:
 
     def own(self, known: Known) -> Copies:
         """What this peer holds."""
-        dataset, state = known.manifest.digest, (known.version, self._fetching.full)
-        if dataset not in self._own or self._own[dataset][0] != state:
-            held = self._store.holdings(dataset)
-            made = copies_of(known.verified, held, self._fetching.full, len(known.manifest.shards))
-            self._own[dataset] = state, made
-        return self._own[dataset][1]
+        dataset, full = known.manifest.digest, self._fetching.full
+        before = self._own.get(dataset)
+        if (
+            before is not None
+            and before[0] is known
+            and before[1] == known.version
+            and before[2].full == full
+        ):
+            return before[2]
+        held = self._store.holdings(dataset)
+        made = copies_of(known.verified, held, full, len(known.manifest.shards))
+        self._own[dataset] = known, known.version, made
+        return made
 
     def _facts(self, known: Known) -> Facts:
         peers = tuple(sorted(self._storing(), key=lambda peer: peer.peer_id))
@@ -115,9 +122,12 @@ class Repairing:
         return tally(plan, copies, known.manifest.replicas, staying) if plan is not None else None
 
     def may_leave(self) -> bool:
-        """Whether everything is kept by others, who have pledged to; asks them from now on."""
+        """Whether every data set of which something is here is kept by others, who have pledged to; asks them from now
+        on.
+        """
         self.leaves = True
-        return all(self.of(known).may_leave() for known in self._known.values())
+        concerned = [known for dataset, known in self._known.items() if self._store.holdings(dataset)]
+        return all(self.of(known).may_leave() for known in concerned)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -44,10 +44,6 @@ class _Ask:
     pledged: set[str] = field(default_factory=set)
     asked_ms: int | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return not self.pledged >= self.of
-
 
 class Pledges:
     """The asks of one peer, and what it answers to those of others.
@@ -58,6 +54,7 @@ class Pledges:
     def __init__(self, first_number: int) -> None:
         self._number = first_number
         self._asks: dict[Key, _Ask] = {}
+        self._open: dict[Key, _Ask] = {}  # those for which somebody has not pledged yet
 
     def __contains__(self, key: Key) -> bool:
         """Whether the shard is being asked about."""
@@ -69,7 +66,7 @@ class Pledges:
 
     def open_count(self) -> int:
         """Shards for which somebody has not pledged yet."""
-        return sum(ask.is_open for ask in self._asks.values())
+        return len(self._open)
 
     def ask(self, keys: Iterable[tuple[Key, Sequence[str]]], now_ms: int) -> None:
         """Ask these peers, one at least, about these shards. An ask of the same peers that is under way goes on."""
@@ -79,29 +76,30 @@ class Pledges:
             if not of:
                 raise ValueError(f"shard {key[1]} of data set {key[0].hex()} is asked about of nobody")
             if key not in self._asks or self._asks[key].of != of:
-                self._asks[key] = _Ask(self._number, of, now_ms)
+                self._asks[key] = self._open[key] = _Ask(self._number, of, now_ms)
 
     def withdraw(self, key: Key) -> None:
         """Ask no more: what was pledged counts no more, and this peer may pledge again."""
         self._asks.pop(key, None)
+        self._open.pop(key, None)
 
     def withdraw_older(self, age_ms: int, now_ms: int) -> None:
         """Give up on asks that have been open for so long: who was asked is busy, or asks about the same shard."""
-        for key, ask in list(self._asks.items()):
-            if ask.is_open and now_ms - ask.since_ms >= age_ms:
-                del self._asks[key]
+        for key, ask in list(self._open.items()):
+            if now_ms - ask.since_ms >= age_ms:
+                self.withdraw(key)
 
     def gone(self, peer_id: str) -> None:
         """A peer went, or came back in another life: what it pledged says nothing about what it has now."""
         for key, ask in list(self._asks.items()):
             if peer_id in ask.of:
-                del self._asks[key]
+                self.withdraw(key)
 
     def questions(self, again_ms: int, now_ms: int) -> list[Question]:
         """What is to be asked now: all that was not asked yet or was ``again_ms`` ago, and is not answered."""
         due: dict[tuple[str, bytes, int], list[int]] = {}
-        for key, ask in sorted(self._asks.items()):
-            if ask.is_open and (ask.asked_ms is None or now_ms - ask.asked_ms >= again_ms):
+        for key, ask in sorted(self._open.items(), key=lambda item: item[0]):
+            if ask.asked_ms is None or now_ms - ask.asked_ms >= again_ms:
                 ask.asked_ms = now_ms
                 for peer_id in sorted(ask.of - ask.pledged):
                     due.setdefault((peer_id, key[0], ask.number), []).append(key[1])
@@ -126,7 +124,9 @@ class Pledges:
             ask = self._asks.get((dataset, shard))
             if ask is not None and ask.number == number and peer_id in ask.of:
                 ask.pledged.add(peer_id)
+                if ask.pledged >= ask.of:
+                    self._open.pop((dataset, shard), None)
 
     def secured(self) -> list[Key]:
         """Shards whose copy here may go, now: everybody asked has pledged."""
-        return [key for key, ask in sorted(self._asks.items()) if not ask.is_open]
+        return sorted(self._asks.keys() - self._open.keys())

@@ -151,6 +151,7 @@ class Repair:
 
     def leave(self, now_ms: int) -> None:
         """Ask about every shard, here or not: this peer may go once `may_leave`."""
+        self._pledges.withdraw_older(self._settings.patience_ms, now_ms)
         self._ask(np.arange(self._shards), lambda shard: False, now_ms)
 
     def _ask(self, shards: Indexes, held_fast: Callable[[int], bool], now_ms: int) -> None:
@@ -183,7 +184,9 @@ class Repair:
 
     def may_leave(self) -> bool:
         """Whether all that are to keep each shard have pledged to."""
-        return len(self.may_drop()) == self._shards
+        return (
+            not self._pledges.open_count() and len(self._pledges.asked_about(self._dataset)) == self._shards
+        )
 
 
 def copies_of(verified: Mapping[int, object], held: frozenset[int], full: bool, shards: int) -> Copies:

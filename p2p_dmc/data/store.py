@@ -208,6 +208,11 @@ class Store:
         with self._lock:
             return max(0, self._room())
 
+    def excess_bytes(self) -> int:
+        """By how much what is held is more than the capacity, which may be less than it was when that came."""
+        with self._lock:
+            return max(0, self._used_bytes - (self.capacity_bytes or self._used_bytes))
+
     def _room(self, written_bytes: int = 0) -> int:
         """``written_bytes`` are on the disk for what the room is asked for, and not counted as used yet."""
         disk = shutil.disk_usage(self.root)

@@ -916,6 +916,27 @@ def test_what_does_not_fit_goes_to_others_and_no_peer_stores_more_than_it_may(
     run(work())
 
 
+def test_a_smaller_capacity_than_before_is_said_and_kept_to_as_far_as_others_keep_the_rest(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+    room = manifest.total_bytes - 2 * max(manifest.shard_sizes)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, Store(store.root, capacity_bytes=room))
+            [line] = one.around.said
+            assert "more than --capacity allows" in line
+            await net.rest(3.0)
+            assert len(one.data.held(d)) == len(manifest.shards)  # nobody else has them
+            others = [net.join(i, empty(tmp_path, i)) for i in (2, 3, 4)]
+            await net.until(lambda: settled(net, manifest) and one.store.excess_bytes() == 0)
+            assert one.data.held(d) and all(o.data.under_replicated(d) == 0 for o in others)
+
+    run(work())
+
+
 @pytest.mark.parametrize("when", ["before it is deleted", "after it was deleted"])
 def test_an_agent_that_is_killed_as_it_gives_a_copy_up_holds_it_or_does_not(
     tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], monkeypatch: pytest.MonkeyPatch, when: str
