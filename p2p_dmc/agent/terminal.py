@@ -14,6 +14,7 @@ from typing import Any
 
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.home import Home
+from p2p_dmc.data.store import Store
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.console import Console
 from p2p_dmc.observe.narrator import plural
@@ -116,6 +117,15 @@ async def say_contact(agent: Agent, seeds: tuple[str, ...], console: Console) ->
     console.say(f"in contact with {plural(others, 'other peer')}")
 
 
+def say_unreadable(store: Store, console: Console) -> None:
+    """Data sets of this home that are damaged, or that an older version of the program has made."""
+    for folder in store.damaged:
+        console.say(
+            f"{folder}: a data set that this version of the program cannot read; delete the folder, and seed the data "
+            "again or join a peer that has them"
+        )
+
+
 # -- an agent's life ----------------------------------------------------------------------------------------------
 
 
@@ -136,6 +146,7 @@ async def _agent_life(options: AgentOptions, home: Home, console: Console, work:
     except (UserError, OSError):
         await agent.stop(graceful=False)
         raise
+    say_unreadable(agent.store, console)
     working = asyncio.ensure_future(work(agent))
     leaving = asyncio.create_task(agent.leaving.wait())
     try:

@@ -11,8 +11,10 @@ import io
 import json
 import lzma
 import pickle
+import random
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import pytest
 import zstandard
 
 from p2p_dmc.data.formats import scan
-from p2p_dmc.data.readers import base, lines
+from p2p_dmc.data.readers import arrays, base, lines
 from p2p_dmc.errors import UserError
 from tests.data.helpers import make_tree, take
 
@@ -399,6 +401,59 @@ def test_megatrons_tokens(tmp_path: Path) -> None:
     megatron(tmp_path / "t.idx", [10, 390, 600], [0, 1, 3])
     _, samples = take(tmp_path / "t.bin", tmp_path)
     assert documents(samples) == [TOKENS[:10].tolist(), TOKENS[10:].tolist()]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7, 1000])
+def test_documents_are_read_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Empty ones and empty sequences among them, wherever a piece ends."""
+    monkeypatch.setattr(arrays, "ROWS_AT_ONCE", at_once)
+    rng = random.Random(5)
+    for number in range(8):
+        sizes = [rng.choice([0, 1, 30]) for _ in range(rng.randrange(30))]
+        sizes.append(1000 - sum(sizes))
+        firsts = sorted(rng.choices(range(len(sizes) + 1), k=rng.randrange(12)))
+        firsts = [0, *firsts, len(sizes)]
+        ends = [0, *np.cumsum(sizes).tolist()]
+        bounds = [ends[first] for first in firsts]
+        expected = [TOKENS[a:b].tolist() for a, b in pairwise(bounds)]
+        folder = tmp_path / str(number)
+        for kind in ("megatron", "list"):
+            one = folder / kind
+            one.mkdir(parents=True)
+            (one / "t.bin").write_bytes(TOKENS.tobytes())
+            if kind == "megatron":
+                megatron(one / "t.idx", sizes, firsts)
+            else:
+                (one / "t.json").write_text(json.dumps({"dtype": "uint16", "documents": bounds}))
+            found = scan(one / "t.bin")
+            starts = [sample.fields[0].offset // 2 for sample in found.samples]
+            assert starts == bounds[:-1] and len(found.samples) == len(expected)
+            assert documents(take(one / "t.bin", one)[1]) == expected
+
+
+def test_megatrons_index_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    path.write_bytes(TOKENS.tobytes())
+    for sizes, firsts, said in (
+        ([10, 990], [0, 1, 3], "names sequences that it does not have"),
+        ([10, 990], [1, 0, 2], "do not follow"),
+        ([10, -5, 995], [0, 3], "do not follow"),
+    ):
+        megatron(tmp_path / "t.idx", sizes, firsts)
+        with pytest.raises(UserError, match=said):
+            scan(path)
+
+
+def test_a_long_list_of_documents_has_to_be_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "MAX_DESCRIPTION_BYTES", 500)
+    (tmp_path / "t.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "t.json").write_text(json.dumps({"dtype": "uint16", "documents": list(range(1000))}))
+    with pytest.raises(UserError, match=r"t\.json': more than 500 bytes; save the documents as a \.npy"):
+        scan(tmp_path / "t.bin")
 
 
 def test_tokens_that_do_not_fit_their_index(tmp_path: Path) -> None:

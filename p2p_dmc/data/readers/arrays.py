@@ -11,7 +11,7 @@ import json
 import math
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,10 @@ from p2p_dmc.data.walk import Entry
 from p2p_dmc.errors import UserError
 
 NPY = "npy"
+ROWS_AT_ONCE = 1 << 16
+"""Documents whose places are in memory."""
+MAX_DESCRIPTION_BYTES = 32 << 20
+"""Of the .json beside tokens; a list of more documents than fit is a .npy."""
 _Bounds = npt.NDArray[np.int64]
 
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -137,7 +141,13 @@ def _megatron_index(path: str) -> Path | None:
 def _described(path: str) -> dict[str, Any] | None:
     try:
         with _beside(path, ".json").open("rb") as file:
-            said = json.loads(file.read(MAX_RECORD_BYTES))
+            text = file.read(MAX_DESCRIPTION_BYTES + 1)
+            if len(text) > MAX_DESCRIPTION_BYTES and b'"dtype"' in text[:4096]:
+                raise UserError(
+                    f"{file.name!r}: more than {MAX_DESCRIPTION_BYTES} bytes; save the documents as a .npy and name "
+                    "that here"
+                )
+            said = json.loads(text)
     except (FileNotFoundError, ValueError):
         return None
     return said if isinstance(said, dict) and "dtype" in said else None
@@ -149,17 +159,20 @@ def read_tokens(given: Input) -> Iterator[Record]:
         with malformed(entry.path, "tokens with an index"):
             index = _megatron_index(entry.path)
             dtype, bounds = _megatron(index) if index is not None else _documents(entry)
-            if len(bounds) and int(bounds[-1]) * dtype.itemsize > entry.size:
-                raise UserError(f"{entry.path!r}: shorter than its index says; copy both again")
-            for row in range(len(bounds) - 1):
-                start, count = int(bounds[row]), int(bounds[row + 1]) - int(bounds[row])
-                head = npy_head(dtype, (count,))
-                size = len(head) + count * dtype.itemsize
-                one = FileField(NPY, entry.path, size, start * dtype.itemsize, head)
-                yield given.row_key(entry, row), [one]
+            row, start = 0, -1
+            for stop in (int(bound) for some in bounds for bound in some):
+                if stop * dtype.itemsize > entry.size:
+                    raise UserError(f"{entry.path!r}: shorter than its index says; copy both again")
+                if start >= 0:
+                    head = npy_head(dtype, (stop - start,))
+                    size = len(head) + (stop - start) * dtype.itemsize
+                    one = FileField(NPY, entry.path, size, start * dtype.itemsize, head)
+                    yield given.row_key(entry, row), [one]
+                    row += 1
+                start = stop
 
 
-def _megatron(index: Path) -> tuple[np.dtype[Any], _Bounds]:
+def _megatron(index: Path) -> tuple[np.dtype[Any], Iterator[_Bounds]]:
     """Megatron-LM's .idx: sizes and places of sequences, and which sequences begin documents."""
     fixed = struct.Struct("<9sQBQQ")
     with index.open("rb") as file:
@@ -173,15 +186,33 @@ def _megatron(index: Path) -> tuple[np.dtype[Any], _Bounds]:
     sizes = np.memmap(index, dtype="<i4", mode="r", offset=at, shape=(sequences,))
     places = np.memmap(index, dtype="<i8", mode="r", offset=at + 4 * sequences, shape=(sequences,))
     firsts = np.memmap(index, dtype="<i8", mode="r", offset=at + 12 * sequences, shape=(documents,))
-    ends = np.cumsum(sizes, dtype=np.int64)
-    bounds = np.concatenate(([0], ends))[firsts]
-    is_contiguous = (places == (ends - sizes) * dtype.itemsize).all()
-    if not is_contiguous or (np.diff(bounds) < 0).any():
-        raise UserError(f"{str(index)!r}: the documents do not follow each other; write it with Megatron-LM")
-    return dtype, bounds
+    return dtype, _megatron_bounds(index, sizes, places, firsts, dtype.itemsize)
 
 
-def _documents(entry: Entry) -> tuple[np.dtype[Any], _Bounds]:
+def _megatron_bounds(
+    index: Path, sizes: _Bounds, places: _Bounds, firsts: _Bounds, token_bytes: int
+) -> Iterator[_Bounds]:
+    """The documents' first tokens, and the end of the last, some sequences at a time."""
+    done, tokens, named = 0, 0, 0
+    while done <= len(sizes):
+        some = sizes[done : done + ROWS_AT_ONCE].astype(np.int64)
+        begins = tokens + np.concatenate(([0], np.cumsum(some)))  # of each, and of what follows
+        is_last = done + len(some) == len(sizes)
+        stop = done + len(some) + is_last
+        until = named + int(np.searchsorted(firsts[named:], stop))
+        here = firsts[named:until] - done
+        is_dense = (places[done : done + len(some)] == begins[:-1] * token_bytes).all()
+        if not is_dense or (some < 0).any() or (here < 0).any() or (np.diff(here) < 0).any():
+            raise UserError(
+                f"{str(index)!r}: the documents do not follow each other; write it with Megatron-LM"
+            )
+        yield begins[here]
+        done, tokens, named = stop, int(begins[-1]), until
+    if named < len(firsts):
+        raise UserError(f"{str(index)!r}: names sequences that it does not have; write it with Megatron-LM")
+
+
+def _documents(entry: Entry) -> tuple[np.dtype[Any], Iterator[_Bounds]]:
     """A .json beside it: "dtype", and "documents" (their first tokens, or a .npy of them) or "block" (tokens)."""
     said, path = _described(entry.path), str(_beside(entry.path, ".json"))
     assert said is not None
@@ -195,12 +226,24 @@ def _documents(entry: Entry) -> tuple[np.dtype[Any], _Bounds]:
         block = said["block"]
         if type(block) is not int or block < 1:
             raise UserError(f"{path!r}: a block of {block!r} tokens; say a number above 0")
-        return dtype, np.append(np.arange(0, tokens, block), tokens)
+        return dtype, _ascending(range(0, tokens, block), tokens, path)
     documents = said["documents"]
     if isinstance(documents, str):
         documents = np.load(Path(entry.path).parent / Path(documents).name, mmap_mode="r", allow_pickle=False)
-    starts = np.asarray(documents, dtype=np.int64).ravel()
-    bounds = starts if len(starts) and starts[-1] == tokens else np.append(starts, tokens)
-    if bounds[0] != 0 or (np.diff(bounds) < 0).any():
-        raise UserError(f"{path!r}: the documents' first tokens do not ascend from 0 to {tokens}; mend it")
-    return dtype, bounds
+        documents = documents.reshape(-1)
+    return dtype, _ascending(documents, tokens, path)
+
+
+def _ascending(documents: Sequence[int] | _Bounds, tokens: int, path: str) -> Iterator[_Bounds]:
+    """The documents' first tokens, and the end of the last, some at a time."""
+    last = -1
+    for done in range(0, len(documents), ROWS_AT_ONCE):
+        some = np.asarray(documents[done : done + ROWS_AT_ONCE], dtype=np.int64)
+        if (last < 0 and some[0] != 0) or some[0] < last or (np.diff(some) < 0).any() or some[-1] > tokens:
+            raise UserError(
+                f"{path!r}: the documents' first tokens do not ascend from 0 to {tokens}; mend it"
+            )
+        last = int(some[-1])
+        yield some
+    if last != tokens:
+        yield np.array([tokens], dtype=np.int64)
