@@ -435,6 +435,7 @@ class Training:
         own = result.headers[self.me]
         self.host.log_round(
             view_epoch=self.held.ref.lineage[0],
+            view_id=self.view.view_id.hex(),
             round=self.held.ref.lineage[1],
             committed_round=self.committed_round[1],
             members=len(self.view.voters),

@@ -117,13 +117,18 @@ def remember_names(run: Run, view: View) -> None:
 def report_opening(
     run: Run, view: View, ledger: Ledger, work: Work, old_work: Work | None, old_view: View | None
 ) -> None:
-    """The assignment, and what members that are gone leave to whom."""
+    """The assignment, with all it follows from (`observe.seen`), and what members that are gone leave to whom."""
     run.event(
         "assignment",
         view_epoch=view.view_epoch,
         epoch=ledger.epoch,
         skipped=ledger.progress()[1],
         assignment=[plain(braids) for braids in work.assignment.lists],
+        view_id=view.view_id.hex(),
+        history=view.history.hex(),
+        members=[m.peer_id for m in view.members],
+        voting=[m in view.voters for m in view.members],
+        payloads=[payload.hex() for payload in view.payloads],
     )
     if run.desk.manifest is None or old_work is None or old_view is None:
         return

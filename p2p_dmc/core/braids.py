@@ -27,9 +27,9 @@ __all__ = [
 
 Braid = tuple[Stretch, ...]
 
-INTERLEAVED = 8
-"""So many shards at a time: label-sorted data in shards of one class each is trained on as if it were shuffled
-(benchmarks/shuffle.py), and a reader keeps that many files open."""
+INTERLEAVED = 16
+"""So many shards at a time: with shards of one class each a batch still has most of ten (benchmarks/shuffle.py). A
+reader keeps that many files open."""
 
 
 def weave(stretches: Iterable[Stretch], lanes: int = INTERLEAVED) -> tuple[Braid, ...]:

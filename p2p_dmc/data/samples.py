@@ -28,7 +28,7 @@ class SampleReader:
     A file that was deleted meanwhile, because it was damaged or dropped, is not read from any more.
     """
 
-    def __init__(self, max_open: int = 16) -> None:
+    def __init__(self, max_open: int = 32) -> None:
         if max_open < 1:
             raise ValueError(f"max_open {max_open}: at least one file must be open to be read")
         self._max_open = max_open

@@ -19,7 +19,7 @@ from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header
 from p2p_dmc.agent.work import PlainBraid, Work
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
-from p2p_dmc.core.braids import in_turn
+from p2p_dmc.core.braids import INTERLEAVED, in_turn
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
@@ -626,14 +626,14 @@ def test_a_lease_ends_before_a_shard_that_is_not_here(tmp_path: Path, clock: lis
 
 
 def test_shards_of_the_leases_to_come_are_fetched_ahead(tmp_path: Path) -> None:
-    m = alone(tmp_path, (10,) * 9)
-    ninth = m.training.work.assignment.lists[0][-1][0].shard  # eight are consumed in turn
-    m.host.away = {ninth}
-    m.lease(10)
-    m.lease(10)
-    assert m.host.fetches == []  # the eight last for longer than that and four more
+    m = alone(tmp_path, (10,) * (INTERLEAVED + 1))
+    last = m.training.work.assignment.lists[0][-1][0].shard  # the others are consumed in turn
+    m.host.away = {last}
     m.lease(20)
-    assert {shard for shard, _ in m.host.fetches} == {ninth}
+    m.lease(20)
+    assert m.host.fetches == []  # they last for longer than that and four more
+    m.lease(30)
+    assert {shard for shard, _ in m.host.fetches} == {last}
 
 
 def test_odd_requests_are_bounded(tmp_path: Path) -> None:

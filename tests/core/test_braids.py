@@ -88,7 +88,7 @@ def test_without_their_order_they_are_few_stretches(seed: int) -> None:
 
 
 def test_a_batch_has_as_many_shards_as_are_interleaved() -> None:
-    braids = weave([stretch(shard, 0, 100) for shard in range(40)])
+    braids = weave([stretch(shard, 0, 100) for shard in range(3 * INTERLEAVED)])
     every = list(in_turn(braids))
     for at in range(0, len(every), 32):
         shards = Counter(shard for shard, _ in every[at : at + 32])

@@ -445,7 +445,7 @@ class Host:
             speeds = [pace.speed for pace in self.paces_after(headers)]
             self.work = Work.for_epoch(among_voters(view), work.me, model.ledger, speeds)
             trainer.queue.clear()
-        elif model.ledger.part != before.part:
+        elif (model.ledger.epoch, model.ledger.part) == (before.epoch, before.part + 1):
             self.work = self.shared_anew(headers)
             assert self.work is not None
             if self.work.leased < sum(map(len, trainer.queue)):
