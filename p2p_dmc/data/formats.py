@@ -161,19 +161,18 @@ def _fits(form: Format, entry: Entry) -> bool:
 def _format_of_folder(root: str, wanted: Wanted) -> Format | None:
     """The one format of all files; None if they are files to be carried as such."""
     found: Format | None = None
-    beside_tokens: set[str] = set()
+    is_beside_tokens = False
     for entry in walk(root, wanted, Skipped()):
         if _ABOUT.fullmatch(entry.name):
             continue
         form = _format_of(entry, is_alone=False)
         if form is None and entry.name.endswith((".idx", ".json", ".npy")):
-            beside_tokens.add(entry.path)
+            is_beside_tokens = True
         elif form is None or (found is not None and form is not found):
             return None
         else:
             found = form
-    is_bare = beside_tokens and found is not TOKENS
-    return None if is_bare else found
+    return None if is_beside_tokens and found is not TOKENS else found
 
 
 def _marked_folder(root: Path) -> tuple[Format, Reader, list[Entry]] | None:

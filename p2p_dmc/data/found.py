@@ -23,7 +23,7 @@ from p2p_dmc.data.index import (
     encode_key,
 )
 from p2p_dmc.data.manifest import MAX_CLASSES
-from p2p_dmc.data.spill import Log
+from p2p_dmc.data.spill import RECORD_BYTES, Log
 from p2p_dmc.data.tar import member_bytes
 from p2p_dmc.errors import UserError
 
@@ -276,7 +276,7 @@ class Samples(Sequence[ScannedSample]):
             tally, at = Tally(), start
             for record in islice(records, count):
                 self.book.measure(record, tally)
-                at += 4 + len(record)
+                at += RECORD_BYTES + len(record)
             yield Samples(self.book, self.log, [(start, at)], tally)
             start = at
 

@@ -26,6 +26,8 @@ _READ_BYTES = 256 << 10
 _OBJECT_BYTES = 41
 """What Python takes for a record besides its bytes."""
 _SIZE = struct.Struct("<I")
+RECORD_BYTES = _SIZE.size
+"""What a record takes in a log besides its own."""
 
 
 class Log:
