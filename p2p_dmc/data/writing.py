@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 from p2p_dmc.data.disk import PIECE_BYTES, SHARDS_NAME, disk_errors, shard_path
@@ -75,11 +78,65 @@ class _ShardWriter:
         self.put(index.to_bytes())
 
     def finish(self) -> bytes:
-        """Sync the file, return its content digest."""
+        """All is with the system, not yet on the disk; the content digest."""
         self._flush()
         self._file.flush()
-        os.fsync(self._file.fileno())
         return self._hash.digest()
+
+
+class _Finisher:
+    """Syncs shards, gives them their names and notes them, in order, on a thread while the next one is written.
+
+    Invariant: what is noted is on the disk, and so is all that was noted before.
+    """
+
+    def __init__(self, staging: Path, digests: list[bytes], on_whole: Callable[[int], None]) -> None:
+        self._staging = staging
+        self._digests = digests
+        self._on_whole = on_whole
+        self._thread = ThreadPoolExecutor(1)
+        self._under_way: deque[Future[bytes]] = deque()
+        self._broken = False
+
+    def __enter__(self) -> _Finisher:
+        self._on_whole(len(self._digests))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for what was written, which counts even when the next one was interrupted."""
+        self._thread.shutdown()
+        while self._under_way:
+            self._take(is_failure_told=kind is None)
+
+    def add(self, file: BinaryIO, digest: bytes) -> None:
+        """A file that was written; it is closed here. Raises what went wrong with an earlier one."""
+        self._under_way.append(self._thread.submit(self._finish, file, digest))
+        while len(self._under_way) > 1:
+            self._take(is_failure_told=True)
+
+    def _take(self, *, is_failure_told: bool) -> None:
+        error = self._under_way[0].exception()
+        if error is None:
+            self._digests.append(self._under_way.popleft().result())
+            self._on_whole(len(self._digests))
+        else:
+            self._under_way.clear()
+            if is_failure_told:
+                raise error
+
+    def _finish(self, file: BinaryIO, digest: bytes) -> bytes:
+        with file, disk_errors(self._staging):
+            if self._broken:
+                raise RuntimeError("an earlier shard could not be finished")
+            self._broken = True
+            os.fsync(file.fileno())
+            os.replace(file.name, shard_path(self._staging, digest))
+            with (self._staging / JOURNAL_NAME).open("a", encoding="ascii") as journal:
+                journal.write(f"{digest.hex()}\n")
+            self._broken = False
+        return digest
 
 
 def write_shards(
@@ -122,10 +179,10 @@ def write_shards(
         left -= sum(shard.size_bytes for shard in shards[: len(digests)])
         if digests:
             on_resumed(len(digests))
-        for shard in shards[len(digests) :]:
-            on_whole(len(digests))
-            digests.append(_write_shard(shard, staging, sources, on_bytes))
-        on_whole(len(digests))
+        with _Finisher(staging, digests, on_whole) as finisher:
+            for number in range(len(digests), len(shards)):
+                file, digest = _write_shard(shards[number], staging, number, sources, on_bytes)
+                finisher.add(file, digest)
         sources.check()
         settings = {"name": name, "mode": mode, "replicas": replicas, "seed": seed}
         manifest = _manifest(settings, scan, _entries(name, shards, digests), shards, base)
@@ -193,14 +250,17 @@ def _written(staging: Path, shards: Sequence[Shard]) -> list[bytes]:
     return digests
 
 
-def _write_shard(shard: Shard, staging: Path, sources: Sources, on_bytes: Callable[[int], None]) -> bytes:
-    temporary = staging / SHARDS_NAME / "next"
+def _write_shard(
+    shard: Shard, staging: Path, number: int, sources: Sources, on_bytes: Callable[[int], None]
+) -> tuple[BinaryIO, bytes]:
+    """The file, which is to be finished, and its digest."""
+    temporary = staging / SHARDS_NAME / f"next-{number}"
     with disk_errors(temporary):
-        with temporary.open("wb") as file:
+        file = temporary.open("wb")
+        try:
             writer = _ShardWriter(file, sources, on_bytes)
             writer.write(shard)
-            digest = writer.finish()
-        os.replace(temporary, shard_path(staging, digest))
-        with (staging / JOURNAL_NAME).open("a", encoding="ascii") as journal:
-            journal.write(f"{digest.hex()}\n")
-    return digest
+            return file, writer.finish()
+        except BaseException:
+            file.close()
+            raise
