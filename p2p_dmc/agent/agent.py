@@ -212,10 +212,10 @@ class Agent:
             await run.shut_down()
         for task in list(self._tasks):
             task.cancel()
+        self.bulk_server.close()
         await self.data.close()
         await self.control.close(flush_s=0.2 if graceful else 0.0)
         self.bulk.close()
-        self.bulk_server.close()
         self.local.close()
         self.context.destroy(linger=0)
         self.bulk_context.destroy(linger=0)

@@ -28,6 +28,7 @@ AT_ONCE = 4
 """Requests that a server works on at once: one is read from the disk while others wait for it, or are sent."""
 TRICKLE_BYTES = 3_000_000
 """What nobody waits for is sent at this rate, bytes a second, while training needs the link here."""
+MOST_LATER = 256
 LOST_TIMES = 4
 """A request is given up after so many time-outs, though its source answers others: the request was dropped there."""
 
@@ -80,7 +81,7 @@ class BulkServer:
             except RemoteProtocolError:
                 self.bad += 1
                 continue
-            if request.name == BACKGROUND and self.busy():
+            if request.name == BACKGROUND and self.busy() and len(self._later) < MOST_LATER:
                 self._later.spawn(self._trickle(frames[0], request))
             else:
                 await self._answer(frames[0], request)
@@ -167,6 +168,17 @@ class BulkClient:
         it for the time-out.
         """
         await self._limit.take(size)
+        used = 0
+        try:
+            total, data = await self._exchange(address, kind, name, digest, part, offset, size)
+            used = len(data)
+        finally:
+            self._limit.give_back(size - used)
+        return total, data
+
+    async def _exchange(
+        self, address: str, kind: BulkKind, name: str, digest: bytes, part: int, offset: int, size: int
+    ) -> tuple[int, memoryview]:
         source = self._sources.get(address) or self._open(address)
         number = next(self._numbers)
         request = BulkRequest(

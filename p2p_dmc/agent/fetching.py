@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from p2p_dmc.agent.blame import senders_of_wrong
 from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSilentError
 from p2p_dmc.agent.known import Known
 from p2p_dmc.agent.serving import Parts, Serving
@@ -23,7 +24,7 @@ from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.data.manifest import MAX_MANIFEST_BYTES, Manifest
-from p2p_dmc.data.partial import PartialShard, block_digests
+from p2p_dmc.data.partial import PartialShard
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.journal import Journal
@@ -112,8 +113,9 @@ class Fetching:
         self._avoid_until_s: dict[str, float] = {}
         self._distrust_until_s: dict[str, float] = {}
         self._asking_parts: set[tuple[str, bytes]] = set()
+        self._asked_parts_s: dict[tuple[str, bytes], float] = {}
         self._rest_until_s = 0.0
-        self._full = False
+        self._full = self._closed = False
 
     def __len__(self) -> int:
         """Shards that are being verified or fetched."""
@@ -153,6 +155,7 @@ class Fetching:
             self._shards[key] = self._tasks.spawn(self._obtain(key, urgent))
 
     async def close(self) -> None:
+        self._closed = True
         await self._tasks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -220,8 +223,11 @@ class Fetching:
             self._open.discard(key)
             self._shards.pop(key, None)
             self._admit()
-        for callback in self._callbacks.pop(key, []) if key[1] in known.verified else ():
-            callback()
+        if key[1] in known.verified:
+            for callback in self._callbacks.pop(key, []):
+                callback()
+        elif not urgent and key in self._callbacks:  # somebody has come to wait for it meanwhile
+            self.start(key, urgent=True)
 
     async def _turn(self, key: Key) -> None:
         """Wait until this shard may begin; those that somebody waits for do at once."""
@@ -249,7 +255,11 @@ class Fetching:
         if receipt is None:
             return
         for one in wrong:
-            await self._find_liars(one, key, known, named)
+            path, plan = self._store.path(*key), one.plan
+            for liar in await self._in_thread(
+                senders_of_wrong, path, one.partial.bad_blocks, plan.given, plan.piece_bytes
+            ):
+                self._blame(key, known, liar, named)
         known.verify(key[1], self._store.stamp(*key))
         self.serving.came(key)
         self._obtained(known)
@@ -287,26 +297,6 @@ class Fetching:
             self._distrust_until_s[peer_id] = time.monotonic() + DISTRUST_S
             digest = known.manifest.shard_digests[key[1]]
             self._journal.event("bad_shard", shard=digest.hex(), source=peer_id)
-
-    async def _find_liars(self, wrong: _Receipt, key: Key, known: Known, named: set[str]) -> None:
-        """Whoever sent blocks in which the wrong shard differs from the right one, which is here now."""
-        plan = wrong.plan
-        if not wrong.partial.bad_blocks:
-            return
-
-        def right_blocks() -> tuple[bytes, ...]:
-            with self._store.path(*key).open("rb") as file:
-                return block_digests(file.fileno(), plan.size_bytes, plan.piece_bytes)
-
-        try:
-            right = await self._in_thread(right_blocks)
-        except OSError:
-            return  # gone again already
-        pairs = enumerate(zip(wrong.partial.bad_blocks, right, strict=True))
-        different = sum(1 << place for place, (one, other) in pairs if one != other)
-        for peer_id, pieces in plan.given.items():
-            if pieces & different:
-                self._blame(key, known, peer_id, named)
 
     # -- ranges -------------------------------------------------------------------------------------------------------
 
@@ -364,6 +354,10 @@ class Fetching:
 
     def _look_up(self) -> None:
         self._addresses = {r.peer_id: r.bulk_address for r in self._members() if r.bulk_address}
+        for told in (self._avoid_until_s, self._distrust_until_s):
+            for peer_id in [p for p in told if p not in self._addresses]:
+                del told[peer_id]
+        self._asked_parts_s = {one: s for one, s in self._asked_parts_s.items() if one[0] in self._addresses}
 
     def _look_at(self, receipt: _Receipt) -> None:
         """Sources of one shard, as they are known now."""
@@ -397,11 +391,12 @@ class Fetching:
             for peer_id in known.placed.holders(key[1]):
                 if peer_id != self._me and peer_id in known.others and peer_id not in receipt.plan.holders:
                     asked[peer_id, key[0]] = None
-        for peer_id, dataset in list(asked)[:MOST_ASKED]:
-            address = self._addresses.get(peer_id)
-            if address is not None and (peer_id, dataset) not in self._asking_parts:
-                self._asking_parts.add((peer_id, dataset))
-                self._tasks.spawn(self._ask_parts(peer_id, dataset, address))
+        turns = [one for one in asked if one[0] in self._addresses and one not in self._asking_parts]
+        turns.sort(key=lambda one: self._asked_parts_s.get(one, 0.0))
+        for peer_id, dataset in turns[:MOST_ASKED]:
+            self._asking_parts.add((peer_id, dataset))
+            self._asked_parts_s[peer_id, dataset] = time.monotonic()
+            self._tasks.spawn(self._ask_parts(peer_id, dataset, self._addresses[peer_id]))
 
     async def _ask_parts(self, peer_id: str, dataset: bytes, address: str) -> None:
         try:
@@ -424,6 +419,8 @@ class Fetching:
 
     def _pump(self) -> None:
         """Ask for whatever can be asked for now."""
+        if self._closed:
+            return
         self._admit()
         now_s = time.monotonic()
         busy = self.yields() and (now_s < self._rest_until_s or self._spreading.background_asked() > 0)

@@ -26,3 +26,8 @@ class RateLimit:
         self._until_s = start_s + size_bytes / self.rate
         if start_s > now_s:
             await asyncio.sleep(start_s - now_s)
+
+    def give_back(self, size_bytes: int) -> None:
+        """So much of what was taken is not used."""
+        if self.rate is not None:
+            self._until_s -= size_bytes / self.rate

@@ -27,6 +27,9 @@ class Tasks:
         if error is not None:
             self._failed(error)
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def cancel(self) -> None:
         """Cancel all."""
         for task in list(self._tasks):

@@ -80,6 +80,22 @@ def test_whatever_is_taken_in_whatever_pieces_the_rate_holds(monkeypatch: pytest
     asyncio.run(work())
 
 
+def test_what_is_given_back_may_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(limits, "asyncio", SimpleNamespace(sleep=clock.sleep))
+
+    async def work() -> None:
+        limit = RateLimit(1000)
+        for _ in range(50):
+            await limit.take(5000)
+            limit.give_back(5000)
+        assert clock.slept_s == 0.0
+        RateLimit().give_back(7)
+
+    asyncio.run(work())
+
+
 def test_without_a_rate_nothing_waits() -> None:
     async def work() -> None:
         limit = RateLimit()
