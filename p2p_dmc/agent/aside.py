@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.clock import now_ms
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import Park
 
 if TYPE_CHECKING:
@@ -66,5 +67,6 @@ class Aside:
         )
         run.event("stands_aside", missed=list(missed), seconds=gap_s)
         run.views.frozen()
+        reach("aside")
         run.withdraw(f"no word of {', '.join(missed)} comes through")
         run.to_trainer(Park())

@@ -12,6 +12,7 @@ from p2p_dmc.agent.training import check_header
 from p2p_dmc.agent.work import check_payload, decode_strikes, encode_strikes
 from p2p_dmc.core.agreement_messages import AgreementMessage, Propose, Stopped
 from p2p_dmc.errors import RemoteProtocolError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire import messages
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class MemberDesk:
     def _hear_in_turn(self, message: Stopped | AgreementMessage, *, put_off: bool) -> None:
         if put_off and len(self._put_off) < MAX_EARLY_MESSAGES:
             self._put_off.append(message)
+            reach("put-off")
         else:
             self.hear_put_off(at_once=True)
             self._hear(message)

@@ -12,6 +12,7 @@ from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.errors import RemoteProtocolError, UserError
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -109,6 +110,7 @@ class RunEnd:
         self.leaving = True
         if training is None or training.frozen or training.barrier.own is None or self._closing:
             return
+        reach("leaving")
         self._round_over.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._round_over.wait(), LAST_ROUND_S)

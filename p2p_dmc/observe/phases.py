@@ -38,6 +38,9 @@ AGENT_PHASES = {
     "replayed": "a learner holds the state after a round; nobody knows that it has caught up",
     "checkpointing": "a checkpoint is written under its temporary name",
     "checkpointed": "it has its name; the promises on disk do not know",
+    "leaving": "this peer leaves and says no header any more; the round whose header it has said is not over",
+    "put-off": "the farewell of another peer waits here for the end of a reduction",
+    "aside": "this peer stands aside; it has not said so",
 }
 """Reached by agents."""
 

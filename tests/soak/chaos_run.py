@@ -205,7 +205,8 @@ class ChaosRun:
 
     def one(self, victim: Peer, only: str | None) -> Fault:
         rng = self.rng
-        every = [*phases.AGENT_PHASES, *phases.TRAINER_PHASES]
+        known = [*phases.AGENT_PHASES, *phases.TRAINER_PHASES]
+        every = [phase for phase in known if phase not in kinds.PARTING_PHASES]
         if only in every or (only is None and rng.random() < 0.4):
             return PhaseCut(self.hosts, victim, rng, only or rng.choice(every))
         weights = {

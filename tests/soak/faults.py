@@ -466,6 +466,8 @@ VIEW_PHASES = ("proposing", "promising", "promised", "installed", "opening", "re
 """Reached only while a view changes: another fault has to bring that about."""
 STATE_PHASES = ("serving", "adopting", "learning", "replayed")
 """Reached only when a peer comes back."""
+PARTING_PHASES = ("leaving", "put-off", "aside")
+"""Reached only when a peer leaves by itself, or stands aside."""
 
 
 class PhaseCut(Fault):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from p2p_dmc.observe.audit import Audit
+from p2p_dmc.observe.phases import ENV_ORDERS
 from tests.system.checks import check_finished
 from tests.system.cluster import Cluster, Peer
 
@@ -57,6 +61,26 @@ def train_together(cluster: Cluster, peers: Sequence[Peer], after: float = 0.0) 
         return len(views[-1]["members"]) == len(names) and len(same) >= 2
 
     cluster.wait(lambda: all(map(together, peers)), f"rounds of {', '.join(sorted(names))} together", START_S)
+
+
+def obeys(cluster: Cluster, peer: Peer) -> Path:
+    """The folder for orders to the peer, which has to be started yet."""
+    folder = cluster.root / f"orders-{peer.name}"
+    folder.mkdir(exist_ok=True)
+    peer.environment[ENV_ORDERS] = str(folder)
+    return folder
+
+
+def struck(cluster: Cluster, folder: Path, phase: str, times: int = 1) -> float:
+    """When a peer carried out its order for the phase, which it has to have done so often."""
+
+    def proof() -> list[dict[str, Any]]:
+        path = folder / "proof"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for one in map(json.loads, lines) if one["phase"] == phase]
+
+    cluster.wait(lambda: len(proof()) == times, f"an order for {phase} is carried out", START_S)
+    return float(proof()[-1]["time"])
 
 
 def round_s(peers: Sequence[Peer]) -> float:

@@ -5,17 +5,15 @@ A joiner is first a learner, then a voter; whatever happens to it, the others go
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from p2p_dmc.agent.home import Home
-from p2p_dmc.observe.phases import ENV_ORDERS, give
+from p2p_dmc.observe.phases import give
 from tests.system import lying_peer
 from tests.system.cluster import Cluster, Peer
 from tests.system.scenario import (
@@ -24,7 +22,9 @@ from tests.system.scenario import (
     arguments,
     finish,
     go_on_without,
+    obeys,
     start,
+    struck,
     train_together,
 )
 
@@ -40,26 +40,6 @@ def named_so_that_it_sorts(cluster: Cluster, name: str, where: str, other: Peer)
     while (home.start_identity().peer_id < other.peer_id) != (where == "first"):
         (peer.home / "identity.json").unlink()
     return peer
-
-
-def obeys(cluster: Cluster, peer: Peer) -> Path:
-    """The folder for orders to the peer, which has to be started yet."""
-    folder = cluster.root / f"orders-{peer.name}"
-    folder.mkdir(exist_ok=True)
-    peer.environment[ENV_ORDERS] = str(folder)
-    return folder
-
-
-def struck(cluster: Cluster, folder: Path, phase: str, times: int = 1) -> float:
-    """When a peer carried out its order for the phase, which it has to have done so often."""
-
-    def proof() -> list[dict[str, Any]]:
-        path = folder / "proof"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["phase"] == phase]
-
-    cluster.wait(lambda: len(proof()) == times, f"an order for {phase} is carried out", START_S)
-    return float(proof()[-1]["time"])
 
 
 def learned_first(peer: Peer, after: float = 0.0) -> None:
