@@ -130,6 +130,7 @@ class Book:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._paths, self._heads = _Texts(), _Texts()
+        self._path_names: dict[int, str] = {}
         self._shapes: list[tuple[str, ...]] = []
         self._shape_numbers: dict[tuple[str, ...], int] = {}
         self._extensions: set[str] = set()
@@ -185,9 +186,14 @@ class Book:
         for extension, (path_number, head_number, offset, field_size) in zip(
             extensions, _FIELD.iter_unpack(record[at:after]), strict=True
         ):
-            path, after = self._paths.decode(path_number, record, after)
+            path = self._path_names.get(path_number)
+            if path is None:
+                written, after = self._paths.decode(path_number, record, after)
+                path = os.fsdecode(written)
+                if path_number != _Texts.WRITTEN_OUT:
+                    self._path_names[path_number] = path
             head, after = self._heads.decode(head_number, record, after)
-            fields.append(FileField(extension, os.fsdecode(path), field_size, offset, head))
+            fields.append(FileField(extension, path, field_size, offset, head))
         return ScannedSample(key, tuple(fields), self.depth)
 
     def measure(self, record: bytes, into: Tally) -> None:

@@ -6,14 +6,15 @@ WebDataset read.
 
 from __future__ import annotations
 
-import struct
-
 from p2p_dmc.data.index import BLOCK_BYTES
 
 TRAILER = bytes(2 * BLOCK_BYTES)
 """What a tar ends with."""
 _LARGEST_OCTAL = 8**11
-_FIXED = struct.Struct("100s8s8s8s12s12s8ss100s6s2s247x")
+_OWNER = b"0000644\0" + b"0000000\0" * 2
+_TIME = b"00000000000\0"
+_MAGIC = bytes(100) + b"ustar\0" + b"00" + bytes(247)
+_SUM_OF_THE_REST = sum(_OWNER + _TIME + b" " * 8 + _MAGIC)
 
 
 def padded(size: int) -> int:
@@ -60,6 +61,7 @@ def _pax_record(keyword: bytes, value: bytes) -> bytes:
 
 
 def _ustar(name: bytes, size: int, kind: bytes) -> bytes:
-    fields = (name, b"0000644", b"0000000", b"0000000", b"%011o" % size, b"%011o" % 0, b" " * 8, kind)
-    block = _FIXED.pack(*fields, b"", b"ustar", b"00")
-    return block[:148] + b"%06o\0 " % sum(block) + block[156:]
+    """One block; its checksum is the sum of its bytes, with blanks where it stands itself."""
+    octal = b"%011o\0" % size
+    total = sum(name) + sum(octal) + kind[0] + _SUM_OF_THE_REST
+    return b"".join((name.ljust(100, b"\0"), _OWNER, octal, _TIME, b"%06o\0 " % total, kind, _MAGIC))
