@@ -136,6 +136,7 @@ class SlotPool:
         for slot in unused[free:]:
             slot.unlink(missing_ok=True)
             self._slots.remove(slot)
+            self._pins.pop(slot, None)
 
     def pin(self, slot: Path) -> None:
         self._pins[slot] += 1

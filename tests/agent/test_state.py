@@ -122,6 +122,7 @@ def test_of_slots_that_nobody_uses_only_some_are_kept(memory: MemoryFolder) -> N
         slots.unpin(slot)
     slots.trim(2)
     assert sorted(taken[0].parent.glob("anchor-*")) == sorted(taken[:3]) and pins(slots) == Counter(taken[:1])
+    assert not set(taken[3:]) & set(slots._pins), "nothing of them is left"
     assert {slots.take(), slots.take()} == set(taken[1:3])
     assert slots.take() not in taken
     slots.trim(0)
