@@ -161,7 +161,8 @@ def _look_for_new(
 
     found = _scan(path, options, spool, console)
     console.say(console.scan_line(path, found))
-    cutting = {one: options[one] for one in ("mode", "max_shard_size", "order", "val_fraction")}
+    cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
+    cutting["mode"] = None if options["mode"] == "auto" else options["mode"]
     with console.progress("comparing it with what is there") as progress:
         return plan_versions(found, store, name=_name(path, options), progress=progress, **cutting)
 

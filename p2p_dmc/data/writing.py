@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from p2p_dmc.data.disk import PIECE_BYTES, SHARDS_NAME, disk_errors, shard_path
 from p2p_dmc.data.found import Scan, ScannedSample, class_names, member_name
-from p2p_dmc.data.index import IndexBuilder, encode_key
+from p2p_dmc.data.index import IndexBuilder, ShardIndex, encode_key
 from p2p_dmc.data.manifest import DIGEST_BYTES, MAX_CLASSES, Manifest, Mode, ShardEntry, check_settings
 from p2p_dmc.data.sharding import Shard, TarShard
 from p2p_dmc.data.sources import Sources
@@ -71,11 +71,19 @@ class _ShardWriter:
             self.put(bytes(shard.missing_bytes))
             for sample in shard:
                 index.add(encode_key(sample.key), [(f.extension, f.offset, f.size) for f in sample.fields])
+            self._refuse_what_nobody_reads(shard.path, index.to_bytes())
         else:
             for sample in shard:
                 self.add(sample, index)
             self.put(TRAILER)
         self.put(index.to_bytes())
+
+    def _refuse_what_nobody_reads(self, path: str, index: bytes) -> None:
+        """A tar made by hand may name the same bytes twice, or end with what looks like an index."""
+        try:
+            ShardIndex(index, self._written + self._waiting_bytes + len(index))
+        except ValueError as error:
+            raise UserError(f"{path!r}: {error}; pack it again, or have it cut with --order keep") from error
 
     def finish(self) -> bytes:
         """All is with the system, not yet on the disk; the content digest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import struct
 import subprocess
 import tarfile
 from pathlib import Path
@@ -277,3 +278,15 @@ def test_our_shards_are_taken_as_they_are(tmp_path: Path) -> None:
         seed=3,
     )
     assert sorted(again.shard_digests) == sorted(first.shard_digests)
+
+
+def test_a_tar_that_ends_as_if_it_had_an_index(tmp_path: Path) -> None:
+    """It says that the tar is shorter than it is: nobody could read such a shard."""
+    path = pack(tmp_path / "x.tar", [("a.txt", b"1" * 600), ("b.txt", b"2")])
+    with path.open("ab") as file:
+        file.write(struct.pack("<IIIQ8s", path.stat().st_size - 1000, 0, 0, 0, b"dmcindex"))
+    found, store = scan(path), Store(tmp_path / "s")
+    with pytest.raises(UserError, match=r"x\.tar': field.*; pack it again, or have it cut with --order keep"):
+        write_shards(plan_shards(found), store, scan=found, name="n", mode="file", replicas=1, seed=0)
+    assert list(store.root.iterdir()) == []
+    assert take(path, tmp_path, order="keep")[1] == {"a": {"txt": b"1" * 600}, "b": {"txt": b"2"}}
