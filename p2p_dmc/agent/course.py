@@ -99,8 +99,8 @@ class Course:
                 self.work.drop_leases()
         self.ledger, self.tau, self.paces = outcome.ledger, outcome.tau, outcome.paces
 
-    def steps(self) -> int:
-        """Local steps of my trainer in the next round."""
+    def steps(self) -> tuple[int, int]:
+        """Local steps of my trainer in the next round, and the microseconds that it has for them (0: any)."""
         return local_steps(self.tau.tau, self.paces, self.me, self.work.busy)
 
 

@@ -380,13 +380,15 @@ class Training:
         self.course.take(result, outcome)
         self.in_flight, self._reducing, self._stale = None, None, outcome.quarantined
         self.barrier.next_round()
+        steps, limit_us = self.course.steps()
         self._name_bad(result)
         self._report(result, outcome, given_up, before, tau_used)
         self.host.to_trainer(
             RoundComplete(
                 view_epoch=lineage[0],
                 round=lineage[1],
-                steps=self.course.steps(),
+                steps=steps,
+                limit_us=limit_us,
                 epoch=ledger.epoch,
                 reset=not result.headers[self.me].finite,
                 retake=outcome.work is not None and self.work.leased < in_hand,

@@ -51,10 +51,15 @@ class Pace:
         return times[(len(times) - 1) // 2] if len(times) > 1 else 0
 
 
-def local_steps(tau: int, paces: Sequence[Pace], member: int, busy: Sequence[bool]) -> int:
-    """How many the member takes in the next round. `busy`: who has anything to train on."""
+def local_steps(tau: int, paces: Sequence[Pace], member: int, busy: Sequence[bool]) -> tuple[int, int]:
+    """How many the member takes in the next round; and microseconds after which it takes no more, 0 for no limit.
+
+    `busy`: who has anything to train on. A member that takes more than tau stops when the slowest one's time is over
+    by half: its own speed has changed.
+    """
     mine = paces[member].step_us
     slowest = max((pace.step_us for pace, works in zip(paces, busy, strict=True) if works), default=0)
     if tau == 1 or not mine or slowest <= mine:
-        return tau
-    return min(MOST_STEPS * tau, (2 * tau * slowest + mine) // (2 * mine))
+        return tau, 0
+    steps = min(MOST_STEPS * tau, (2 * tau * slowest + mine) // (2 * mine))
+    return steps, 3 * tau * slowest // 2 if steps > tau else 0

@@ -55,6 +55,7 @@ class Rounds:
         )
         self._compute_from = (0.0, 0.0)  # clock, and time waited for the agent, when computing began
         self._compute_us = 0
+        self._limit_us = 0  # of computing, after which a round is due; 0: none
         self._flat: state.FlatParameters | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._anchor = torch.empty(0)
@@ -172,6 +173,7 @@ class Rounds:
             self._anchor_in = anchor_in
         first, self.view = self.view is None, view
         self.tau, self.epoch, self._next_round = view.tau, view.epoch, view.next_round
+        self._limit_us = 0
         self.leases.end = None
         if view.local is tm.Local.RESET:
             self._forget_leases()
@@ -226,9 +228,10 @@ class Rounds:
             self.after_step()
 
     def after_step(self) -> None:
-        """The safe point after a local step: a round is due every tau steps."""
+        """The safe point after a local step: a round is due every tau steps, or when its time is up."""
         self.poll()
-        if (self.steps >= self.tau or self.tally.crowded) and not self.finished:
+        late = 0 < self._limit_us < self._compute_us + self._spent_us()
+        if (self.steps >= self.tau or late or self.tally.crowded) and not self.finished:
             self.synchronise()
 
     # -- the round -------------------------------------------------------------------------------------------
@@ -348,7 +351,7 @@ class Rounds:
         assert self._inner is not None
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
             self._anchor, self._anchor_in = self._candidate, self._candidate_in
-        self.tau, self.epoch = message.steps, message.epoch
+        self.tau, self._limit_us, self.epoch = message.steps, message.limit_us, message.epoch
         self.lineage = (message.view_epoch, message.round)
         self._next_round = message.round + 1
         self.leases.end = None
@@ -368,11 +371,15 @@ class Rounds:
         """Time since the last round without what was spent waiting for the agent; a second ready adds
         nothing.
         """
-        now, waited_s = time.perf_counter(), self._link.waited_s
-        spent_s = (now - self._compute_from[0]) - (waited_s - self._compute_from[1])
+        spent_us = self._spent_us()
         self._computing()
         if self.steps:
-            self._compute_us += max(0, int(spent_s * 1e6))
+            self._compute_us += spent_us
+
+    def _spent_us(self) -> int:
+        now, waited_s = time.perf_counter(), self._link.waited_s
+        spent_s = (now - self._compute_from[0]) - (waited_s - self._compute_from[1])
+        return max(0, int(spent_s * 1e6))
 
 
 def _micro(loss_sum: torch.Tensor | float) -> int:

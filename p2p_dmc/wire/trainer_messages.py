@@ -319,6 +319,7 @@ class RoundComplete:
     view_epoch: int
     round: int
     steps: int  # tau for the slowest member, more for a faster one
+    limit_us: int  # of computing: it takes no further step then; 0: no limit
     epoch: int
     reset: bool  # this peer's delta was not finite: leases are dropped, samples are consumed again
     retake: bool  # the rest of the epoch was shared out anew: what is leased and not consumed is others'

@@ -246,7 +246,9 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     assert Path(order.slot_path) != m.held.slot
     m.reduced(1.0)
     done = m.last(RoundComplete)
-    assert done == RoundComplete(view_epoch=1, round=1, steps=4, epoch=0, reset=False, retake=False)
+    assert done == RoundComplete(
+        view_epoch=1, round=1, steps=4, limit_us=0, epoch=0, reset=False, retake=False
+    )
     held = m.training.held
     assert host.asked == [held.ref] and held.ref.lineage == (1, 1) and held.slot == Path(order.slot_path)
     assert m.training.ledger == held.ledger and held.ledger.progress() == (10, 0, 40)

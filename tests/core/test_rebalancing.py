@@ -187,14 +187,15 @@ def test_rounds_without_samples_or_time_say_nothing() -> None:
 )
 def test_in_the_time_of_the_slowest_ones_tau_steps_the_others_take_more(tau: int, steps: list[int]) -> None:
     paces = [pace(*[(4, 1, 4000 // times)] * 3) for times in (1, 1, 2, 4)]
-    assert [local_steps(tau, paces, i, [True] * 4) for i in range(4)] == steps
-    assert local_steps(tau, paces, 3, [False, False, True, True]) == (2 * tau if tau > 1 else 1)
-    assert local_steps(tau, [*paces[:3], pace()], 3, [True] * 4) == tau  # nothing is known of it
+    limits = [0 if n == tau else 3 * tau * 4000 // 2 for n in steps]
+    assert [local_steps(tau, paces, i, [True] * 4) for i in range(4)] == list(zip(steps, limits, strict=True))
+    assert local_steps(tau, paces, 3, [False, False, True, True])[0] == (2 * tau if tau > 1 else 1)
+    assert local_steps(tau, [*paces[:3], pace()], 3, [True] * 4) == (tau, 0)  # nothing is known of it
     slow = [pace(*[(4, 1, 10**9)] * 2), pace(*[(4, 1, 1)] * 2)]
-    assert local_steps(tau, slow, 1, [True] * 2) == (MOST_STEPS * tau if tau > 1 else 1)
+    assert local_steps(tau, slow, 1, [True] * 2)[0] == (MOST_STEPS * tau if tau > 1 else 1)
 
 
 def test_equal_machines_take_tau_steps_each_however_their_times_jitter() -> None:
     rng = random.Random(3)
     paces = [pace(*[(32, 8, rng.randint(98_000, 102_000)) for _ in range(3)]) for _ in range(8)]
-    assert {local_steps(8, paces, i, [True] * 8) for i in range(8)} == {8}
+    assert {local_steps(8, paces, i, [True] * 8) for i in range(8)} == {(8, 0)}

@@ -214,12 +214,15 @@ class ScriptedAgent:
         assert result.digest == xxhash.xxh3_128(Path(path).read_bytes()).digest()
         return self.read(path), result
 
-    def complete(self, tau: int = 2, epoch: int = 0, reset: bool = False, retake: bool = False) -> None:
+    def complete(
+        self, tau: int = 2, epoch: int = 0, reset: bool = False, retake: bool = False, limit_us: int = 0
+    ) -> None:
         self.send(
             tm.RoundComplete(
                 view_epoch=self.view_epoch,
                 round=self.round,
                 steps=tau,
+                limit_us=limit_us,
                 epoch=epoch,
                 reset=reset,
                 retake=retake,

@@ -299,7 +299,9 @@ def test_late_words_of_another_view_are_ignored(agent: ScriptedAgent) -> None:
         agent.lease(*first(agent, 4))
         agent.expect(tm.RoundReady)
         agent.send(tm.Reduce(view_epoch=7, round=1, weight=4, divisor=4, slot_path="/nowhere"))
-        agent.send(tm.RoundComplete(view_epoch=1, round=9, steps=1, epoch=0, reset=True, retake=False))
+        agent.send(
+            tm.RoundComplete(view_epoch=1, round=9, steps=1, limit_us=0, epoch=0, reset=True, retake=False)
+        )
         agent.send(tm.LeaseEnd(epoch=0, finished=False))
         agent.reduce(4, 4)
         agent.complete()
@@ -350,6 +352,23 @@ def test_leases_that_are_taken_back_are_not_trained_on(agent: ScriptedAgent) -> 
                 agent.expect(tm.LeaseRequest)
                 agent.send(tm.LeaseEnd(epoch=0, finished=False))
         agent.expect(tm.LeaseRequest)
+        agent.send(tm.TrainerStop(reason=""))
+
+    with agent.play(script), pytest.raises(RunStopped):
+        Script(agent).run()
+
+
+def test_a_round_is_due_when_its_time_is_up(agent: ScriptedAgent) -> None:
+    """After the first round of two steps it may take a hundred, but its time is up after one."""
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(anchor=[1.0], tau=2)
+        agent.lease(*all_stretches(agent))
+        assert agent.expect(tm.RoundReady).steps == 2
+        agent.reduce(4, 4)
+        agent.complete(tau=100, limit_us=1)
+        ready = agent.expect(tm.RoundReady)  # it asks for no more samples first
+        assert (ready.steps, ready.samples) == (1, 2)
         agent.send(tm.TrainerStop(reason=""))
 
     with agent.play(script), pytest.raises(RunStopped):
