@@ -103,6 +103,20 @@ def from_bitmap(data: bytes, count: int) -> frozenset[int]:
     return frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8), count=count)).tolist())
 
 
+class _Held(Container[int]):
+    """Shards of a bitmap, and some more; made at once, however many there are."""
+
+    def __init__(self, bits: bytes, more: frozenset[int]) -> None:
+        self._bits = bits
+        self._more = more
+
+    def __contains__(self, shard: object) -> bool:
+        if not isinstance(shard, int):
+            return False
+        byte, bit = divmod(shard, 8)
+        return shard in self._more or (byte < len(self._bits) and bool(self._bits[byte] & (0x80 >> bit)))
+
+
 def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_lost: bool) -> Ledger:
     """The ledger that a view's first round continues: the start state's, with the strikes that the members bring.
 
@@ -268,7 +282,7 @@ class Work:
             [
                 Member(
                     rest=self.assignment.consumed(i, cursors[i], self.assignment.length(i)),
-                    held=trained[i] | from_bitmap(payloads[i].holdings, 8 * len(payloads[i].holdings)),
+                    held=_Held(payloads[i].holdings, trained[i]),
                     speed=paces[i].speed,
                     batch=paces[i].batch,
                     full=payloads[i].full,

@@ -19,6 +19,7 @@ from p2p_dmc.agent.work import (
     ProposalPayload,
     Strike,
     Work,
+    _Held,
     bitmap,
     check_payload,
     decode_payload,
@@ -82,6 +83,12 @@ def test_bitmaps(count: int, data: st.DataObject) -> None:
     for wrong in (packed + b"\0", packed[:-1] if packed else b"\0"):
         with pytest.raises(RemoteProtocolError, match="a bitmap of"):
             from_bitmap(wrong, count)
+
+
+@given(st.binary(max_size=4), st.sets(st.integers(0, 40)))
+def test_one_bit_tells_what_the_whole_bitmap_does(bits: bytes, more: set[int]) -> None:
+    held = _Held(bits, frozenset(more))
+    assert {i for i in range(60) if i in held} == from_bitmap(bits, 8 * len(bits)) | more
 
 
 def test_bits_beyond_the_last_shard_name_none() -> None:
