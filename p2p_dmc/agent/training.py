@@ -459,7 +459,7 @@ class Training:
             samples_skipped=sum(len(s) for _, s in given_up),
             part=before.part,
             speeds=[pace.speed for pace in self.course.paces],
-            said=[[h.samples, h.steps, h.compute_us, h.finite] for h in result.headers],
+            said=[[h.samples, h.steps, h.compute_us, h.finite, h.skipped] for h in result.headers],
             tau_reason=self.held.tau.reason,
         )
 

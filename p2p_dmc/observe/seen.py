@@ -1,6 +1,6 @@
 """Which samples each peer trained on in each round, recomputed from what the run wrote down of its views.
 
-A view's members, what their proposals said, and four numbers of each header are all that the assignments follow from
+A view's members, what their proposals said, and a few numbers of each header are all that the assignments follow from
 (DESIGN.md section 9): the journals of a few homes tell it for all peers of the run, those that are gone too.
 """
 
@@ -141,7 +141,9 @@ def _counted(course: Course, line: Line) -> tuple[tuple[Braid, ...], ...]:
     return outcome.counted
 
 
-def _header(line: Line, samples: int, steps: int, compute_us: int, finite: bool) -> RoundHeader:
+def _header(
+    line: Line, samples: int, steps: int, compute_us: int, finite: bool, skipped: Sequence[Sequence[int]]
+) -> RoundHeader:
     return RoundHeader(
         view_epoch=line["view_epoch"],
         view_id=NOBODY,
@@ -160,6 +162,7 @@ def _header(line: Line, samples: int, steps: int, compute_us: int, finite: bool)
         change=False,
         closing=False,
         final=False,
+        skipped=tuple((lo, hi) for lo, hi in skipped),
     )
 
 
