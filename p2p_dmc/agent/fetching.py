@@ -17,7 +17,7 @@ from typing import Any
 
 from p2p_dmc.agent.blame import senders_of_wrong
 from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSilentError
-from p2p_dmc.agent.known import Known
+from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.serving import Parts, Serving
 from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
@@ -202,10 +202,11 @@ class Fetching:
         try:
             if self._store.has(*key) and key[1] not in known.verified:
                 stamp = self._store.stamp(*key)
-                if await asyncio.to_thread(self._store.verify, *key):
+                wrong = await asyncio.to_thread(self._store.fault, *key)
+                if wrong is None:
                     known.verify(key[1], stamp)
-                else:
-                    self._journal.event("shard_corrupt", shard=known.manifest.shard_digests[key[1]].hex())
+                elif wrong:  # else somebody else has found it at the same time
+                    report_fault(known, key[1], wrong, self._say, self._journal)
                     self._damaged(key)
             if not self._store.has(*key):
                 await self._turn(key)

@@ -85,6 +85,15 @@ def placed_on(manifest: Manifest, before: Placement | None, peers: tuple[Storing
     return before.with_peers(peers)
 
 
+def report_fault(known: Known, shard: int, wrong: str, say: Callable[[str], None], journal: Journal) -> None:
+    """A shard on this peer's disk is not what it should be (`Store.fault`)."""
+    digest = known.manifest.shard_digests[shard].hex()
+    say(
+        f"data set {known.manifest.name!r}: shard {digest[:12]} {wrong} here; it is fetched from another peer anew"
+    )
+    journal.event("shard_corrupt", shard=digest, reason=wrong)
+
+
 class DataWatch:
     """Says aloud what is wrong with a data set and does not pass."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from p2p_dmc.agent.known import Known
+from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.data.disk import write_durably
@@ -192,15 +192,8 @@ class Scrub:
             if is_news:
                 self._verified(known)
         elif wrong:
-            self._report(known, key[1], wrong)
+            report_fault(known, key[1], wrong, self._say, self._journal)
             self._damaged(key)
-
-    def _report(self, known: Known, shard: int, wrong: str) -> None:
-        digest = known.manifest.shard_digests[shard].hex()
-        self._say(
-            f"data set {known.manifest.name!r}: shard {digest[:12]} {wrong} here; it is fetched from another peer anew"
-        )
-        self._journal.event("shard_corrupt", shard=digest, reason=wrong, found="scrub")
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -21,6 +21,7 @@ from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.work import bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord, MemberState
+from p2p_dmc.core.shard_set import ShardSet
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import RemoteProtocolError
@@ -735,7 +736,7 @@ def test_after_a_start_a_shard_is_verified_before_it_is_used(
             one.data.want(d, 1, lambda: came.append(1))
             await net.until(lambda: sorted(came) == [0, 1])
             assert one.data.usable(d, 0) and one.data.usable(d, 1)
-            assert len(one.events("shard_corrupt")) == 1
+            assert len(one.events("shard_corrupt")) == 1 == len(one.around.said)
             assert [e["source"] for e in one.events("fetched")] == [two.id]
             assert store.path(d, 0).read_bytes() == two.store.path(d, 0).read_bytes()
 
@@ -856,7 +857,7 @@ def test_a_copy_that_was_not_looked_at_for_long_is_before_it_is_pledged(
             unnoticed(three.store, manifest, 1, zero)
             three.data._known[d].verified_s[1] -= SETTINGS.pledge_fresh_s + 1
             net.lose = lambda sender, to, message: False
-            await net.until(lambda: one.data.held(d) == {1})
+            await net.until(lambda: one.data.held(d) == {1} and len(three.events("shard_corrupt")) == 1)
             await net.rest(5.0)
             assert one.data.held(d) == {1} and two.data.held(d) == set(shards)
             assert three.data.held(d) == set(shards) - {1} and len(three.events("shard_corrupt")) == 1
@@ -933,7 +934,8 @@ def test_a_smaller_capacity_than_before_is_said_and_kept_to_as_far_as_others_kee
             assert len(one.data.held(d)) == len(manifest.shards)  # nobody else has them
             others = [net.join(i, empty(tmp_path, i)) for i in (2, 3, 4)]
             await net.until(lambda: settled(net, manifest) and one.store.excess_bytes() == 0)
-            assert one.data.held(d) and all(o.data.under_replicated(d) == 0 for o in others)
+            await net.until(lambda: all(o.data.under_replicated(d) == 0 for o in others))
+            assert one.data.held(d)
 
     run(work())
 
@@ -1027,6 +1029,29 @@ def test_holdings_that_make_no_sense_are_the_senders_fault(
                 with pytest.raises(RemoteProtocolError):
                     one.data.heard(peer(2), wrong)
             assert peer(2) not in one.data.copies(manifest.digest)  # peer 2 is no member (any more)
+
+    run(work())
+
+
+def test_what_was_said_before_does_not_take_the_place_of_what_was_said_after(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+    d = manifest.digest
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: two.data.manifest(d) is not None)
+            before = two.data.announcement(d)
+            await net.until(
+                lambda: (
+                    one.data.copies(d)[two.id].verified
+                    == ShardSet.of(store.holdings(d), len(manifest.shards))
+                )
+            )
+            one.data.heard(two.id, before)  # on another way
+            assert len(one.data.copies(d)[two.id].verified) == len(manifest.shards)
 
     run(work())
 
