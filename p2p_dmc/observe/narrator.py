@@ -135,9 +135,6 @@ class Narrator:
     def _checkpoint_failed(self, line: Line) -> list[str]:
         return [f"no checkpoint was written ({short(line['reason'])})"]
 
-    def _shard_corrupt(self, line: Line) -> list[str]:
-        return [f"shard {line['shard'][:12]} is damaged on this disk; it is fetched again"]
-
     def _bad_shard(self, line: Line) -> list[str]:
         return [f"shard {line['shard'][:12]} arrived damaged from {line['source']}; another peer is asked"]
 
