@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from p2p_dmc.wire.trainer_messages import Lease, LeaseEnd
 
@@ -17,9 +19,22 @@ class Batch:
 
     epoch: int
     pieces: tuple[Piece, ...]
+    size: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(hi - lo for _, lo, hi in self.pieces))
 
     def __len__(self) -> int:
-        return sum(hi - lo for _, lo, hi in self.pieces)
+        return self.size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Small and quick: each batch goes to a worker so."""
+        return _unpacked, (self.epoch, array("q", [n for piece in self.pieces for n in piece]).tobytes())
+
+
+def _unpacked(epoch: int, packed: bytes) -> Batch:
+    numbers = iter(array("q", packed))
+    return Batch(epoch, tuple(zip(numbers, numbers, numbers, strict=True)))
 
 
 class Leases:
@@ -36,6 +51,7 @@ class Leases:
         self.generation = 0
         self._stretches: deque[tuple[int, Piece]] = deque()  # with their epoch
         self._ahead: tuple[tuple[int, Piece], ...] = ()
+        self._ahead_count = 0
         self._uncut: deque[tuple[int, Piece]] | None = (
             None  # what follows the planned batches; None: plan anew
         )
@@ -47,6 +63,7 @@ class Leases:
             self._stretches.append((lease.epoch, piece))
             self.count += piece[2] - piece[1]
         self._ahead = tuple((lease.epoch, piece) for piece in _in_turn(lease.ahead))
+        self._ahead_count = sum(hi - lo for _, (_, lo, hi) in self._ahead)
         self._epoch, self.left = lease.epoch, lease.left
         self._uncut = None
 
@@ -57,8 +74,7 @@ class Leases:
     def stop(self, end: LeaseEnd) -> None:
         """The agent has nothing more for now: what was to come next is not to be relied on."""
         self.end = end
-        self._ahead = ()
-        self._uncut = None
+        self._ahead, self._ahead_count, self._uncut = (), 0, None
 
     def plan(self, batch_size: int, batches: int) -> Sequence[Batch]:
         """The next batches, as many if so many are known: those that are leased, then those to be expected.
@@ -69,9 +85,8 @@ class Leases:
         if self._uncut is None:
             self._planned.clear()
             self._uncut = deque([*self._stretches, *self._ahead])
-        ahead = sum(hi - lo for _, (_, lo, hi) in self._ahead)
-        left = self.count + ahead - sum(map(len, self._planned))
-        is_all = self.end is not None or self.left == ahead
+        left = self.count + self._ahead_count - sum(map(len, self._planned))
+        is_all = self.end is not None or self.left == self._ahead_count
         while len(self._planned) < batches and left >= (1 if is_all else batch_size):
             self._planned.append(_cut(self._uncut, batch_size))
             left -= len(self._planned[-1])
@@ -81,13 +96,18 @@ class Leases:
         """The planned batch that comes first was handed out."""
         if self._planned.popleft() != batch or len(batch) > self.count:
             raise RuntimeError(f"{batch} was handed out, which is not what is leased")
-        _cut(self._stretches, len(batch))
         self.count -= len(batch)
+        left = len(batch)
+        while left:
+            epoch, (shard, lo, hi) = self._stretches.popleft()
+            if hi - lo > left:
+                self._stretches.appendleft((epoch, (shard, lo + left, hi)))
+            left -= min(left, hi - lo)
 
     def clear(self) -> None:
         """They are others' now."""
         self._stretches.clear()
-        self._ahead, self._uncut = (), None
+        self._ahead, self._ahead_count, self._uncut = (), 0, None
         self.count = 0
         self.end = self.left = None
         self.generation += 1

@@ -84,7 +84,7 @@ class Pipe:
         what ``decode`` and ``collate`` raise if there are no workers; and torch's errors about workers that hang or
         cannot start. The workers are gone then.
         """
-        how = self._watch.dead()
+        how = self._watch.dead() if self._watch.alarm else None
         while True:
             if how is not None:
                 print(

@@ -52,6 +52,7 @@ class Source:
     skip: bool
     """A sample that ``decode`` raises on is left out; else the error is the batch's."""
     _reader: SampleReader = field(default_factory=SampleReader, repr=False)
+    _paths: dict[int, Path] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.manifest)
@@ -71,9 +72,9 @@ class Source:
         """A batch's samples, by the keys of the first few."""
         keys: list[str] = []
         for shard, lo, hi in batch.pieces:
-            path = shard_path(self.folder, self.manifest.shards[shard].digest)
             indices = self._order(batch.epoch, shard)[lo:hi][: MOST_NAMED - len(keys)]
-            keys += [str(s["__key__"]) for s in self._reader.read_many(path, self.manifest, shard, indices)]
+            read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
+            keys += [str(sample["__key__"]) for sample in read]
         more = f" and {len(batch) - len(keys)} more" if len(batch) > len(keys) else ""
         return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
 
@@ -101,23 +102,29 @@ class Source:
 
     def _samples(self, batch: Batch) -> list[Sample] | int:
         """In the batch's order; or the number of a shard that is not here, or not whole."""
-        wanted: dict[int, tuple[list[int], list[int]]] = {}  # of each shard: places in the batch, indices
+        wanted: dict[int, tuple[list[int], list[int], tuple[int, ...]]] = {}
         place = 0
         for shard, lo, hi in batch.pieces:
-            places, indices = wanted.setdefault(shard, ([], []))
+            if shard not in wanted:  # places in the batch, indices in the shard, its order
+                wanted[shard] = ([], [], self._order(batch.epoch, shard))
+            places, indices, order = wanted[shard]
             places += range(place, place + hi - lo)
-            indices += self._order(batch.epoch, shard)[lo:hi]
+            indices += order[lo:hi]
             place += hi - lo
         samples: list[Sample] = [{}] * place
-        for shard, (places, indices) in wanted.items():
-            path = shard_path(self.folder, self.manifest.shards[shard].digest)
+        for shard, (places, indices, _) in wanted.items():
             try:
-                read = self._reader.read_many(path, self.manifest, shard, indices)
+                read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
             except (FileNotFoundError, ShardDamaged):
                 return shard
             for place, sample in zip(places, read, strict=True):
                 samples[place] = sample
         return samples
+
+    def _path(self, shard: int) -> Path:
+        if shard not in self._paths:
+            self._paths[shard] = shard_path(self.folder, self.manifest.shards[shard].digest)
+        return self._paths[shard]
 
     def _order(self, epoch: int, shard: int) -> tuple[int, ...]:
         count = self.manifest.sample_counts[shard]

@@ -25,6 +25,8 @@ class WorkerWatch:
         self._theirs: Handler | None = None
         self.waiting = False
         """The main thread waits for a worker: an error about one may be raised at once."""
+        self.alarm = False
+        """An error about one was kept: see ``dead``."""
 
     def begin(self) -> None:
         """Workers are about to be started."""
@@ -42,7 +44,7 @@ class WorkerWatch:
         """They are gone, or will be; the signal is torch's again."""
         if self._theirs is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
             signal.signal(signal.SIGCHLD, self._theirs)
-        self._theirs, self._workers = None, []
+        self._theirs, self._workers, self.alarm = None, [], False
 
     def dead(self) -> int | None:
         """How the first one that died ended: an exit code, or minus a signal's number; None while all live."""
@@ -56,3 +58,4 @@ class WorkerWatch:
             except RuntimeError:
                 if self.waiting or self.dead() is None:
                     raise
+                self.alarm = True

@@ -20,6 +20,7 @@ from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.narrator import Narrator
+from p2p_dmc.observe.reports import _epoch_cells
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import MAX_SKIPPED, Lease, Reduce, RoundComplete
 from tests.agent.helpers import DATASET, POLICY, payload, view_of
@@ -112,6 +113,13 @@ def test_the_line_of_it() -> None:
     event = {"event": "given_up", "samples": 5, "keys": ["a", "b", "c", "d", "e"], "peer_id": "p"}
     assert Narrator().event(event) == ["5 samples skipped: 'a', 'b', 'c' and 2 more"]
     assert Narrator().event(event | {"samples": 1, "keys": ["a"]}) == ["1 sample skipped: 'a'"]
+
+
+def test_status_says_how_many_of_the_epoch() -> None:
+    run = {"epoch": 1, "epochs": 3, "epoch_progress": {"counted": 5, "skipped": 2, "total": 10}}
+    assert _epoch_cells(run) == ("2 of 3", "70%, 2 skipped")
+    run["epoch_progress"] = {"counted": 5, "skipped": 0, "total": 10}
+    assert _epoch_cells(run) == ("2 of 3", "50%")
 
 
 braids = st.lists(

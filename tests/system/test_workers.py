@@ -9,7 +9,7 @@ import psutil
 
 from tests.system.checks import check_finished
 from tests.system.cluster import Cluster, Peer, keys
-from tests.system.scenario import EPOCHS, NAMES, go_on_without, start, train_together
+from tests.system.scenario import EPOCHS, NAMES, arguments, go_on_without, start, train_together
 
 WORKERS = 2
 
@@ -54,6 +54,23 @@ def test_who_skipped_is_killed_and_its_samples_are_skipped_by_others(cluster: Cl
     named = {key for p in peers for line in p.events("given_up") for key in line["keys"]}
     assert {key for key in named if "#" not in key} == set(broken)  # by those who have the shard
     assert all("skipped: '" in p.said() for p in others)
+
+
+def test_a_sample_that_kills_workers_is_quarantined(cluster: Cluster, data: Path) -> None:
+    """As one that kills trainers: whose worker dies of it twice dies likewise, and after two of those it is skipped."""
+    poison = sorted(keys(data))[100]
+    seed = cluster.seed(data, "--name", "tiny")
+    script = ["--fault", "kill", "--key", poison, "--workers", str(WORKERS), "--tau", "2"]
+    said = arguments(cluster, *script, epochs=1)
+    peers = [cluster.join(name, seed, *said, options=["--min-peers", "2"]) for name in NAMES[:2]]
+    cluster.hurry()
+    cluster.ended(peers, deadline_s=200)
+    deaths = [line for p in peers for line in p.events("trainer_exit", signal="SIGSEGV")]
+    assert len(deaths) == 2
+    named = [line for p in peers for line in printed(p).splitlines() if "SIGSEGV over sample" in line]
+    assert named and all(f"'{poison}'" in line or " and 1 more" in line for line in named)
+    check_finished([p.home for p in peers], epochs=1, skipped=2 * 4 * 2)
+    assert poison in {key for p in peers for line in p.events("given_up") for key in line["keys"]}
 
 
 def test_workers_end_with_their_trainer(cluster: Cluster, data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -34,6 +35,12 @@ def test_the_last_batch_is_short_when_it_is_known_to_be_the_last() -> None:
     assert [len(batch) for batch in leases.plan(4, 9)] == [4, 2]
     leases.stop(LeaseEnd(epoch=0, finished=False))
     assert [len(batch) for batch in leases.plan(4, 9)] == [4, 1]
+
+
+def test_a_batch_goes_to_another_process_whole() -> None:
+    for batch in (Batch(3, ((1, 2, 9), (2**40, 0, 1))), Batch(0, ())):
+        again = pickle.loads(pickle.dumps(batch))
+        assert (again, len(again)) == (batch, len(batch))
 
 
 def test_only_the_planned_first_is_taken() -> None:

@@ -17,6 +17,7 @@ import p2p_dmc as dmc
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train.loader import Loader
 from p2p_dmc.wire import trainer_messages as tm
+from tests.train import scripted
 from tests.train.loading import Leader, Note, Trainer, lease_of, number, numbers, workers
 from tests.train.scripted import ScriptedAgent
 
@@ -337,7 +338,10 @@ def decode_where(sample: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_are_prepared_by_the_script(agent: ScriptedAgent, context: str) -> None:
+def test_workers_are_prepared_by_the_script(
+    agent: ScriptedAgent, context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted, "PATIENCE_MS", 200_000)  # each new interpreter imports torch
     dice: list[float] = []
 
     def loop(one: Trainer, loader: Loader) -> None:
