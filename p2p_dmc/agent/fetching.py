@@ -390,7 +390,7 @@ class Fetching:
             ):
                 continue
             for peer_id in known.placed.holders(key[1]):
-                if peer_id != self._me and peer_id in known.others and peer_id not in receipt.plan.holders:
+                if peer_id != self._me and peer_id not in receipt.plan.holders:
                     asked[peer_id, key[0]] = None
         turns = [one for one in asked if one[0] in self._addresses and one not in self._asking_parts]
         turns.sort(key=lambda one: self._asked_parts_s.get(one, 0.0))

@@ -117,15 +117,15 @@ class Repair:
     def to_fetch(self, own: Copies, now_ms: int) -> list[int]:
         """Shards to fetch, most urgent first: this peer's to keep, not here, and had by somebody.
 
-        Those with the fewest copies come first, then those that this peer is the primary of: of peers that lack the
-        same shards each begins with others, and they can pass them on.
+        Those with the fewest copies come first, in the same order everywhere: peers that receive the same shards at
+        the same time begin with different ranges of them and pass these on.
         """
         due = self._duty.to_keep(self._settings.fetch_still_ms, now_ms) & ~own.there.mask()
         if own.full or not due.any():
             return []
         shards = np.flatnonzero(due & self._elsewhere())
         copies = self._counted(shards)
-        order = np.lexsort((shards, self._duty.ranks[shards], copies))
+        order = np.lexsort((shards, copies))
         return [int(shard) for shard in shards[order]]
 
     def _elsewhere(self) -> Mask:
