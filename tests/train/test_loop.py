@@ -542,7 +542,7 @@ def test_reading_the_data_set_asks_for_shards_that_are_elsewhere(agent: Scripted
     def script(agent: ScriptedAgent) -> None:
         agent.welcome()
         agent.dataset()
-        for _ in range(agent.manifest.sample_counts[1]):
+        for _ in range(agent.manifest.sample_counts[1] + 1):  # for each sample, and for all keys at once
             request = agent.expect(tm.ShardRequest)
             assert (request.dataset, request.shard) == (agent.manifest.digest, 1)
             agent.send(tm.ShardReady(dataset=request.dataset, shard=1, path=str(elsewhere)))
@@ -551,8 +551,8 @@ def test_reading_the_data_set_asks_for_shards_that_are_elsewhere(agent: Scripted
         data = peer.dataset("numbers")
         assert len(data) == 10
         assert data.classes == ()
-        samples = list(data)
-    assert [sample["__key__"] for sample in samples] == list(data.keys())
+        samples, keys = list(data), list(data.keys())
+    assert [sample["__key__"] for sample in samples] == keys
     assert sorted(int(sample["txt"]) for sample in samples) == list(range(10))
 
 
