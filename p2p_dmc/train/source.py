@@ -69,12 +69,15 @@ class Source:
             return FAILED, Failure(error), (), ()
 
     def name(self, batch: Batch) -> str:
-        """A batch's samples, by the keys of the first few."""
+        """A batch's samples, by the keys of the first few; by place where the shard cannot be read."""
         keys: list[str] = []
         for shard, lo, hi in batch.pieces:
             indices = self._order(batch.epoch, shard)[lo:hi][: MOST_NAMED - len(keys)]
-            read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
-            keys += [str(sample["__key__"]) for sample in read]
+            try:
+                read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
+                keys += [str(sample["__key__"]) for sample in read]
+            except (FileNotFoundError, ShardDamaged):
+                keys += [f"{self.manifest.shards[shard].digest.hex()}#{index}" for index in indices]
         more = f" and {len(batch) - len(keys)} more" if len(batch) > len(keys) else ""
         return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
 

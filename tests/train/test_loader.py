@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, get_worker_info
 
 import p2p_dmc as dmc
 from p2p_dmc.errors import RunStopped, UserError
+from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.loader import Loader
+from p2p_dmc.train.source import Source
 from p2p_dmc.wire import trainer_messages as tm
 from tests.train import scripted
 from tests.train.loading import Leader, Note, Trainer, lease_of, number, numbers, workers
@@ -142,6 +144,31 @@ def test_what_was_prepared_when_a_view_came_is_thrown_away(
     whole = numbers(agent)
     assert one.numbers == whole[:2] + whole[half : half + 4]
     assert [ready.samples for ready in said] == [2, 2]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_leases_that_are_taken_back_when_a_round_ends(agent: ScriptedAgent, options: dict[str, Any]) -> None:
+    """The rest of the epoch was shared out anew: what was leased, and prepared, is others' or comes later."""
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(tau=1)
+        counts = agent.manifest.sample_counts
+        flat = [(shard, at) for shard, count in enumerate(counts) for at in range(count)]
+        agent.expect(tm.LeaseRequest)
+        agent.send(lease_of(flat, 0, 6, 4))
+        for start, end in ((6, 8), (3, 5), (8, 10)):
+            agent.reduce(agent.expect(tm.RoundReady).samples, 2)
+            agent.complete(tau=1, retake=True)
+            agent.expect(tm.LeaseRequest)
+            agent.send(lease_of(flat, start, end, 3))
+        assert agent.expect(tm.RoundReady).samples == 2
+        agent.send(tm.TrainerStop(reason=""))
+
+    one = Trainer(agent, 2, tau=1, **options)
+    with agent.play(script), pytest.raises(RunStopped):
+        one.run()
+    whole = numbers(agent)
+    assert one.numbers[:6] == whole[:2] + whole[6:8] + whole[3:5]
 
 
 @pytest.mark.parametrize("options", WORKERS)
@@ -450,3 +477,26 @@ def test_a_round_comes_early_when_much_is_skipped(
         one.run()
     assert [ready.samples for ready in leader.said] == [4, 6]
     assert leader.said[0].skipped == ((0, 1), (2, 3))
+
+
+def test_a_batch_is_named_also_when_its_shard_is_gone(agent: ScriptedAgent) -> None:
+    def named(folder: Path) -> str:
+        made = Source(
+            manifest=agent.manifest,
+            digest=agent.manifest.digest,
+            folder=folder,
+            seed=0,
+            decode=None,
+            collate=list,
+            skip=False,
+        )
+        return made.name(Batch(0, ((0, 0, 2), (1, 0, 2))))
+
+    first = [f"'s{x:.0f}'" for x in numbers(agent)[:2]]
+    assert named(agent.store.path(agent.manifest.digest, 0).parents[1]).startswith(
+        f"samples {', '.join(first)}, 's"
+    )
+    digest = agent.manifest.shards[0].digest.hex()
+    assert named(agent.folder / "nowhere").startswith(f"samples '{digest}#") and " and 1 more" in named(
+        agent.folder
+    )
