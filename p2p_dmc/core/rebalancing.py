@@ -58,8 +58,7 @@ def rebalanced(members: Sequence[Member], lanes: int = INTERLEAVED) -> tuple[tup
     over = [rest - share for rest, share in zip(rests, due, strict=True)]
     moves = _Moves(members, [max(0, -more) for more in over])
     for giver in sorted(range(len(members)), key=lambda i: (-over[i], i)):
-        if over[giver] > 0:
-            moves.give(giver, over[giver])
+        moves.give(giver, max(0, over[giver]))
     if not any(moves.taken):
         return None
     return tuple(

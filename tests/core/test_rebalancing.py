@@ -139,6 +139,8 @@ def test_a_little_too_much_is_left_as_it_is() -> None:
         return is_due([rest, 200 - rest], [10, 10], [batch, batch])
 
     assert not one(112) and one(116)  # one part in eight of what is left
+    assert rebalanced([member(shard(0, 112)), member(shard(1, 88))]) is None
+    assert rebalanced([member(shard(0, 116)), member(shard(1, 84))]) is not None
     assert not one(116, batch=16) and one(117, batch=16)  # less than a step is not worth it
 
 
@@ -151,10 +153,10 @@ def test_nobody_takes_what_it_would_have_to_fetch_for_a_moment() -> None:
 
 
 def test_holders_come_first() -> None:
-    slow = member(shard(0, 300), shard(1, 300), held=[0, 1], speed=10)
-    found = rebalanced([slow, member(held=[1], speed=10), member(held=[], speed=10)])
-    assert found is not None and lengths(found) == [200, 200, 200]
-    assert {s for s, _ in in_turn(found[1])} == {1}
+    slow = member(shard(0, 400), shard(1, 400), held=[0, 1], speed=10)
+    found = rebalanced([slow, member(held=[1], speed=10), member(held=[], speed=20)])
+    assert found is not None and lengths(found) == [200, 200, 400]
+    assert sorted(in_turn(found[1])) == [(1, at) for at in range(200, 400)]  # though the other has more room
 
 
 # --- paces -----------------------------------------------------------------------------------------------
@@ -190,6 +192,10 @@ def test_in_the_time_of_the_slowest_ones_tau_steps_the_others_take_more(tau: int
     limits = [0 if n == tau else 3 * tau * 4000 // 2 for n in steps]
     assert [local_steps(tau, paces, i, [True] * 4) for i in range(4)] == list(zip(steps, limits, strict=True))
     assert local_steps(tau, paces, 3, [False, False, True, True])[0] == (2 * tau if tau > 1 else 1)
+    assert local_steps(tau, paces, 0, [False, False, True, True]) == (
+        tau,
+        0,
+    )  # it is slower, and has nothing to do
     assert local_steps(tau, [*paces[:3], pace()], 3, [True] * 4) == (tau, 0)  # nothing is known of it
     slow = [pace(*[(4, 1, 10**9)] * 2), pace(*[(4, 1, 1)] * 2)]
     assert local_steps(tau, slow, 1, [True] * 2)[0] == (MOST_STEPS * tau if tau > 1 else 1)

@@ -51,7 +51,10 @@ from tests.sim.equivalent_mutants import EQUIVALENT  # noqa: E402
 
 MODULES = (
     "ledger",
+    "braids",
     "assignment",
+    "pace",
+    "rebalancing",
     "adacomm",
     "quorum",
     "agreement_attempt",

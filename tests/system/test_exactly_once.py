@@ -20,16 +20,22 @@ from tests.system.cluster import Cluster, Peer, keys, write_samples
 from tests.system.scenario import NAMES, train_together
 
 SCRIPT = Path(__file__).parent / "scripts" / "sees.py"
-EPOCHS = 2
+EPOCHS, MANY_EPOCHS = 2, 20
 ByPeer = dict[tuple[str, int], list[str]]
 """Keys in the order in which a peer trained on them, by peer_id and epoch."""
 
 
 def join(
-    cluster: Cluster, seed: Peer | str, names: Sequence[str], slow: bool = False, together: int = 0
+    cluster: Cluster,
+    seed: Peer | str,
+    names: Sequence[str],
+    *,
+    epochs: int = EPOCHS,
+    slow: bool = False,
+    together: int = 0,
 ) -> list[Peer]:
     """Peers that train with the script, at the same moment."""
-    words = ["--record", str(cluster.root / "record"), "--epochs", str(EPOCHS)]
+    words = ["--record", str(cluster.root / "record"), "--epochs", str(epochs)]
     words += ["--slow", str(cluster.slow)] if slow else []
     options = ["--min-peers", str(together or len(names)), "--checkpoint-every", "1s"]
     return [cluster.join(name, seed, *words, options=options, script=SCRIPT) for name in names]
@@ -55,12 +61,12 @@ def recomputed(holder: Peer, peers: Sequence[Peer]) -> ByPeer:
     return found
 
 
-def each_epoch(by_peer: ByPeer) -> list[Counter[str]]:
+def each_epoch(by_peer: ByPeer, epochs: int = EPOCHS) -> list[Counter[str]]:
     """The samples of all peers."""
-    epochs: list[Counter[str]] = [Counter() for _ in range(EPOCHS)]
+    found: list[Counter[str]] = [Counter() for _ in range(epochs)]
     for (_, epoch), keys_of_it in by_peer.items():
-        epochs[epoch].update(keys_of_it)
-    return epochs
+        found[epoch].update(keys_of_it)
+    return found
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -87,13 +93,13 @@ def test_an_epoch_is_the_same_samples_however_many_peers_train(
 def test_an_epoch_is_the_same_samples_when_peers_come_die_and_stop(cluster: Cluster, data: Path) -> None:
     """One of two is killed in the first epoch, another joins; then all are stopped and go on."""
     seed = cluster.seed(data, "--name", "tiny", "--replicas", "4")
-    a, b, c = join(cluster, seed, NAMES[:3], slow=True)
+    a, b, c = join(cluster, seed, NAMES[:3], epochs=MANY_EPOCHS, slow=True)
     for peer in (a, b, c):
         cluster.listening(peer)
     train_together(cluster, [a, b, c])
     when = c.kill_tree()
     train_together(cluster, [a, b], after=when)
-    [d] = join(cluster, seed, NAMES[3:], slow=True, together=1)
+    [d] = join(cluster, seed, NAMES[3:], epochs=MANY_EPOCHS, slow=True, together=1)
     cluster.listening(d)
     train_together(cluster, [a, b, d], after=when)
     assert ask([a.address], "stop")["stopping"]
@@ -104,10 +110,10 @@ def test_an_epoch_is_the_same_samples_when_peers_come_die_and_stop(cluster: Clus
     train_together(cluster, [a, b, d], after=stopped)
     cluster.hurry()
     cluster.ended([a, b, d])
-    check_finished([p.home for p in (a, b, d)], [c.home], run="sees", epochs=EPOCHS)
+    check_finished([p.home for p in (a, b, d)], [c.home], run="sees", epochs=MANY_EPOCHS)
     peers = [a, b, c, d]
     counted = recomputed(seed, peers)
-    assert each_epoch(counted) == [Counter(keys(data))] * EPOCHS
+    assert each_epoch(counted, MANY_EPOCHS) == [Counter(keys(data))] * MANY_EPOCHS
     assert {peer_id for peer_id, _ in counted} == {p.peer_id for p in peers}, "not all have trained"
     told = written(cluster)
     for of, samples in counted.items():  # what was lost with a round was trained on again, perhaps by others
