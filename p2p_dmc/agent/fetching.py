@@ -234,17 +234,21 @@ class Fetching:
         """Wait until this shard may begin; those that somebody waits for do at once."""
         if key not in self._callbacks:
             turn = self._queue[key] = asyncio.get_running_loop().create_future()
-            self._admit()
-            await turn
+            try:
+                self._admit()
+                await turn
+            finally:
+                self._queue.pop(key, None)
         self._open.add(key)
 
     def _admit(self) -> None:
-        while self._queue and len(self._open) < MOST_OPEN:
+        if self._queue and not self._closed and len(self._open) < MOST_OPEN:
             enough = self._spreading.unasked_bytes() >= AHEAD_BYTES
             if enough and len(self._open) >= self._settings.fetch_parallel:
                 return
-            self._queue.pop(next(iter(self._queue))).set_result(None)
-            return  # it has a plan before the next one is let in
+            self._queue.pop(next(iter(self._queue))).set_result(
+                None
+            )  # the next one after this one has a plan
 
     async def _fetch(self, key: Key, known: Known) -> None:
         started_s = time.monotonic()

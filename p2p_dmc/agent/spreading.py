@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 Key = tuple[bytes, int]  # data set digest, shard index
 
-WINDOW_START_BYTES, WINDOW_MOST_BYTES = 512 << 10, 4 << 20
+WINDOW_START_BYTES, WINDOW_MOST_BYTES = 256 << 10, 4 << 20
 QUICK_S, SLOW_S = 0.1, 0.4
 """A source is asked for more at once while ranges come back within the one, and for less when they take the other."""
 WINDOW_RANGES = 4

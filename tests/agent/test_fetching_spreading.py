@@ -139,6 +139,7 @@ def test_what_somebody_waits_for_comes_first_and_alone_while_training_needs_the_
     second = spreading.next_ask("h", 0.0)
     assert second is not None and second.key == urgent.key
     urgent.free = 0
+    answer(spreading, ask, 0.1)
     assert spreading.next_ask("h", 0.0, urgent_only=True) is None and spreading.background_asked() == 0
     third = spreading.next_ask("h", 0.0)
     assert third is not None and third.key == background.key and spreading.background_asked() == 1
