@@ -59,6 +59,10 @@ def narrator() -> Narrator:
         (event("join_refused", BOB, reason="tau is 4 here"), "bob is refused (tau is 4 here)"),
         (event("stop_asked", reason="dmc-peer stop"), "run 'train' is asked to stop (dmc-peer stop)"),
         (event("assignment", skipped=12, epoch=1), "12 samples of epoch 2 will be skipped"),
+        (
+            event("bad_shard", shard="0" * 32, source=BOB),
+            "shard 000000000000 arrived damaged from bob; another peer is asked",
+        ),
     ],
 )
 def test_an_event_in_words(narrator: Narrator, line: dict[str, Any], said: str) -> None:
