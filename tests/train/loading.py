@@ -150,9 +150,10 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def shared_memory() -> set[str]:
-    """What torch keeps in shared memory on this machine."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+def shared_memory(pids: set[int]) -> list[str]:
+    """What torch keeps in shared memory for these processes, by name."""
+    begin = tuple(f"torch_{pid}_" for pid in pids)
+    return [name for name in os.listdir("/dev/shm") if name.startswith(begin)]
 
 
 class Note:

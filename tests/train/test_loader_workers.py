@@ -28,11 +28,18 @@ def agent(tmp_path: Path) -> ScriptedAgent:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Any:
-    before = shared_memory()
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    ours = {os.getpid()}
+    started = WorkerWatch.started
+
+    def noted(watch: WorkerWatch) -> None:
+        started(watch)
+        ours.update(worker.pid for worker in watch._workers)
+
+    monkeypatch.setattr(WorkerWatch, "started", noted)
     yield
     assert gone(workers())
-    assert shared_memory() <= before
+    assert not shared_memory(ours)
     assert not isinstance(getattr(signal.getsignal(signal.SIGCHLD), "__self__", None), WorkerWatch)
 
 
