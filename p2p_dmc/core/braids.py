@@ -124,8 +124,6 @@ def without(braids: Iterable[Braid], gone: Mapping[int, Intervals]) -> tuple[Bra
 
 def kept(braid: Braid, positions: Sequence[Intervals]) -> list[Braid]:
     """Of one braid, only these positions of each of its stretches (all of them within it), in its order."""
-    if braid and all(p == ((s.lo, s.hi),) for s, p in zip(braid, positions, strict=True)):
-        return [braid]
     rows = [[(lo - s.lo, hi - s.lo) for lo, hi in p] for s, p in zip(braid, positions, strict=True)]
     bounds = sorted({bound for lane in rows for interval in lane for bound in interval})
     found = []
