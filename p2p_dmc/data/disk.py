@@ -45,6 +45,11 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{name!r}: {error.strerror}; check the disk, or give another --home") from error
 
 
+def is_of_file(error: OSError) -> bool:
+    """Whether an error says something of the file, and not that this process lacks descriptors or memory."""
+    return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -52,7 +52,7 @@ class PartialShard:
         self._on_written = on_written
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._covered: list[tuple[int, int]] = []  # [start, end), sorted, apart from each other
+        self._covered: list[tuple[int, int]] = []  # [start, end), sorted, apart; never changed in place
         self.bad_blocks: tuple[bytes, ...] = ()
         """Digests of the pieces of a shard that had the wrong one, to find out afterwards who sent which."""
         self._file = os.fdopen(os.open(self._part_path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
@@ -70,20 +70,18 @@ class PartialShard:
 
     @property
     def closed(self) -> bool:
-        """Committed or abandoned: nothing more can be written."""
+        """Committed, abandoned or suspended: nothing more can be written."""
         return self._file.closed
 
     @property
     def written_bytes(self) -> int:
-        """Bytes covered so far."""
-        with self._lock:
-            return self._covered_bytes()
+        """Bytes covered so far. Waits for nobody, also while another thread verifies the whole."""
+        return self._covered_bytes()
 
     @property
     def written_ranges(self) -> list[tuple[int, int]]:
-        """(start, end) of what was written so far, in file order, apart from each other."""
-        with self._lock:
-            return list(self._covered)
+        """(start, end) of what was written so far, in file order, apart from each other. Waits for nobody."""
+        return list(self._covered)
 
     def _covered_bytes(self) -> int:
         return sum(end - start for start, end in self._covered)
@@ -170,9 +168,15 @@ class PartialShard:
             if not self.closed:
                 self._end(held=False)
 
-    def _end(self, *, held: bool) -> None:
+    def suspend(self) -> None:
+        """Close the file, for whoever opens the shard again to go on with. Does nothing after the end."""
+        with self._lock:
+            if not self.closed:
+                self._end(held=False, is_kept=True)
+
+    def _end(self, *, held: bool, is_kept: bool = False) -> None:
         self._file.close()
-        if not held:
+        if not held and not is_kept:
             self._part_path.unlink(missing_ok=True)
         self._on_end(held, self.size_bytes - self._covered_bytes())
 

@@ -31,10 +31,12 @@ from p2p_dmc.data.disk import (
     StoreFull,
     disk_errors,
     file_digest,
+    is_of_file,
     shard_path,
     sync_folder,
     write_durably,
 )
+from p2p_dmc.data.held import HeldDataset
 from p2p_dmc.data.manifest import DIGEST_BYTES, Manifest
 from p2p_dmc.data.partial import PART_SUFFIX, PartialShard
 from p2p_dmc.data.versions import is_clash, link, versions
@@ -55,31 +57,6 @@ _SPOOL = "spool-"
 _DATASET_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 
 
-class _Dataset:
-    """What is known in memory about one data set. Invariant: ``held`` names shards whose file is whole."""
-
-    __slots__ = ("_places", "folder", "held", "manifest", "partial")
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.held: set[int] = set()
-        self.partial: dict[int, PartialShard] = {}
-        self._places: dict[bytes, int] | None = None
-
-    def place_of(self, shard_digest: bytes) -> int | None:
-        """The index of a shard that another version has too."""
-        if self._places is None:
-            self._places = {digest: index for index, digest in enumerate(self.manifest.shard_digests)}
-        return self._places.get(shard_digest)
-
-    def path(self, shard_index: int) -> Path:
-        digests = self.manifest.shard_digests
-        if not 0 <= shard_index < len(digests):
-            raise RemoteProtocolError(f"shard {shard_index} of a data set with {len(digests)}")
-        return shard_path(self.folder, digests[shard_index])
-
-
 class Store:
     """All shards of one peer. Raises UserError when ``root`` cannot be used.
 
@@ -94,9 +71,9 @@ class Store:
         self._keep_staging = keep_staging
         self.capacity_bytes = capacity_bytes
         self._lock = threading.RLock()
-        self._datasets: dict[bytes, _Dataset] = {}
-        self._copies: Counter[bytes] = Counter()
-        """Of each shard held, in how many versions of a data set: they share its file."""
+        self._datasets: dict[bytes, HeldDataset] = {}
+        self._copies: Counter[tuple[bytes, bytes]] = Counter()
+        """Of each shard held, by its data set's first version, in how many versions: they share its file."""
         self._used_bytes = 0  # held and reserved
         self._unwritten_bytes = 0  # reserved and not on the disk yet
         self.damaged: list[Path] = []
@@ -128,7 +105,7 @@ class Store:
 
     def _adopt(self, folder: Path, manifest: Manifest) -> None:
         """Take a data set in: list its shards, remove what an earlier life left unfinished."""
-        dataset = _Dataset(folder, manifest)
+        dataset = HeldDataset(folder, manifest)
         size_of: dict[str, int] = {}
         for path in (folder / SHARDS_NAME).glob("*"):
             size_of[path.name] = path.stat().st_size
@@ -181,7 +158,15 @@ class Store:
             if other.manifest.first == manifest.first:
                 self._share(other, frozenset(other.held))
 
-    def _dataset(self, dataset: bytes) -> _Dataset:
+    def twins(self, dataset: bytes, shard_index: int) -> list[tuple[bytes, int]]:
+        """The same shard in other versions of the data set, held there or not."""
+        one = self._dataset(dataset).manifest
+        with self._lock:
+            others = [other for d, other in self._datasets.items() if d != dataset]
+        places = [(o.manifest.digest, o.place_of(one, shard_index)) for o in others]
+        return [(digest, at) for digest, at in places if at is not None]
+
+    def _dataset(self, dataset: bytes) -> HeldDataset:
         with self._lock:
             try:
                 return self._datasets[dataset]
@@ -198,6 +183,10 @@ class Store:
         """Indexes of the shards held, from memory."""
         with self._lock:
             return frozenset(self._dataset(dataset).held)
+
+    def changes(self, dataset: bytes) -> int:
+        """Grows with every shard that comes or goes."""
+        return self._dataset(dataset).changes
 
     def path(self, dataset: bytes, shard_index: int) -> Path:
         """Where the shard lies once it is held, held or not."""
@@ -225,7 +214,8 @@ class Store:
     def read_range(self, dataset: bytes, shard_index: int, offset: int, size: int) -> bytes:
         """Bytes of a held shard, to serve them. Raises RemoteProtocolError for a range outside the shard.
 
-        ShardMissing if it is not held, or if the file is gone or short, in which case it is held no longer.
+        ShardMissing if it is not held or cannot be read just now, or if the file is gone or short, in which case it is
+        held no longer.
         """
         one = self._dataset(dataset)
         path = one.path(shard_index)
@@ -237,7 +227,8 @@ class Store:
             with path.open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), size, offset)
         except OSError as error:
-            self._drop_damaged(dataset, shard_index)
+            if is_of_file(error):
+                self._drop_damaged(dataset, shard_index)
             raise ShardMissing(f"{str(path)!r}: {error.strerror}") from error
         if len(data) != size:
             self._drop_damaged(dataset, shard_index)
@@ -252,6 +243,7 @@ class Store:
         """Hash a held shard again: None for one that is whole, else what is wrong, and it is deleted, held no longer.
 
         ``from_disk``: read it from there, not from what the system remembers of it. "" for one that is not held.
+        UserError when this process lacks what it takes to read a file.
         """
         one = self._dataset(dataset)
         path = one.path(shard_index)
@@ -267,6 +259,8 @@ class Store:
             except FileNotFoundError:
                 wrong = "is gone from the disk"
             except OSError as error:  # as good as damaged: another replica has it
+                if not is_of_file(error):
+                    raise UserError(f"{str(path)!r}: {error.strerror}; raise that limit") from error
                 wrong = f"cannot be read ({error.strerror})"
             with self._lock:
                 if self.stamp(dataset, shard_index) == before:  # else it came anew while it was read
@@ -292,10 +286,10 @@ class Store:
         with self._lock:
             if shard_index in one.held:
                 one.held.discard(shard_index)
-                digest = one.manifest.shard_digests[shard_index]
-                self._copies[digest] -= 1
-                if not self._copies[digest]:
-                    del self._copies[digest]
+                one.changes += 1
+                self._copies[one.counted(shard_index)] -= 1
+                if not self._copies[one.counted(shard_index)]:
+                    del self._copies[one.counted(shard_index)]
                     self._used_bytes -= one.manifest.shard_sizes[shard_index]
                 try:
                     path.unlink(missing_ok=True)
@@ -303,15 +297,12 @@ class Store:
                     log.warning("%s: %s", path, error.strerror)
 
     def _drop_damaged(self, dataset: bytes, shard_index: int) -> None:
-        """Of every version that has this file."""
+        """Of every version that has this file, or none either."""
         stamp = self.stamp(dataset, shard_index)
-        one = self._dataset(dataset)
         with self._lock:
-            for digest, other in self._datasets.items():
-                if other is not one and other.manifest.first == one.manifest.first:
-                    at = other.place_of(one.manifest.shard_digests[shard_index])
-                    if at is not None and (stamp is None or self.stamp(digest, at) == stamp):
-                        self.drop(digest, at)
+            for twin in self.twins(dataset, shard_index):
+                if self.stamp(*twin) == stamp:
+                    self.drop(*twin)
             self.drop(dataset, shard_index)
 
     # -- what is on its way ------------------------------------------------------------------------------
@@ -336,7 +327,7 @@ class Store:
             one = self._datasets.get(dataset)
             return one.partial.get(shard_index) if one is not None else None
 
-    def _new_partial(self, one: _Dataset, shard_index: int, path: Path) -> PartialShard:
+    def _new_partial(self, one: HeldDataset, shard_index: int, path: Path) -> PartialShard:
         size_bytes = one.manifest.shard_sizes[shard_index]
         left = path.with_name(path.name + PART_SUFFIX)
         written_bytes = min(size_bytes, left.stat().st_blocks * 512) if left.exists() else 0
@@ -376,7 +367,7 @@ class Store:
         with self._lock:
             self._unwritten_bytes -= count
 
-    def _ended(self, one: _Dataset, shard_index: int, held: bool, unwritten_bytes: int) -> None:
+    def _ended(self, one: HeldDataset, shard_index: int, held: bool, unwritten_bytes: int) -> None:
         """A partial shard was renamed into place, or is gone. Takes back what was reserved for it."""
         with self._lock:
             del one.partial[shard_index]
@@ -386,23 +377,21 @@ class Store:
                 self._hold(one, shard_index)
                 self._share(one, frozenset({shard_index}))
 
-    def _hold(self, one: _Dataset, shard_index: int) -> None:
+    def _hold(self, one: HeldDataset, shard_index: int) -> None:
         if shard_index not in one.held:
             one.held.add(shard_index)
-            digest = one.manifest.shard_digests[shard_index]
-            self._copies[digest] += 1
-            if self._copies[digest] == 1:
+            one.changes += 1
+            self._copies[one.counted(shard_index)] += 1
+            if self._copies[one.counted(shard_index)] == 1:
                 self._used_bytes += one.manifest.shard_sizes[shard_index]
 
-    def _share(self, one: _Dataset, shards: frozenset[int]) -> None:
+    def _share(self, one: HeldDataset, shards: frozenset[int]) -> None:
         """These shards of a data set are held by its other versions too that list them: one file, several names."""
-        for other in self._datasets.values():
-            if other is one or other.manifest.first != one.manifest.first:
-                continue
-            for index in shards:
-                at = other.place_of(one.manifest.shard_digests[index])
-                free = at is not None and at not in other.held and at not in other.partial
-                if at is not None and free and link(one.path(index), other.path(at)):
+        for index in shards:
+            for digest, at in self.twins(one.manifest.digest, index):
+                other = self._datasets[digest]
+                free = at not in other.held and at not in other.partial
+                if free and link(one.path(index), other.path(at)):
                     self._hold(other, at)
 
     # -- making a data set -------------------------------------------------------------------------------
@@ -453,8 +442,8 @@ class Store:
     def publish(self, staging: Path, manifest: Manifest) -> None:
         """Take in a staged data set, all of whose shards lie synced in ``staging``, by one rename.
 
-        A data set that is known already receives the shards it lacked. Raises UserError if another data set
-        has this name.
+        A data set that is known already has these instead of what it held, which nobody has read just now. Raises
+        UserError if another data set has this name.
         """
         with self._lock:
             other = self.by_name(manifest.name)
@@ -467,7 +456,7 @@ class Store:
             with disk_errors(folder):
                 if folder.exists():
                     self.add_manifest(manifest)
-                    self._take_missing(staging, self._dataset(manifest.digest))
+                    self._take_all(staging, self._dataset(manifest.digest))
                 else:
                     write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
                     sync_folder(staging / SHARDS_NAME)
@@ -476,9 +465,12 @@ class Store:
                     self._adopt(folder, manifest)
             self._take_shared(manifest)
 
-    def _take_missing(self, staging: Path, one: _Dataset) -> None:
+    def _take_all(self, staging: Path, one: HeldDataset) -> None:
         for index, digest in enumerate(one.manifest.shard_digests):
-            if index not in one.held:
-                os.replace(shard_path(staging, digest), one.path(index))
-                self._hold(one, index)
+            before = self.stamp(one.manifest.digest, index)
+            os.replace(shard_path(staging, digest), one.path(index))
+            self._hold(one, index)
+            for twin in self.twins(one.manifest.digest, index):
+                if self.stamp(*twin) == before:
+                    self.drop(*twin)  # the same file as there was: it is linked anew
         sync_folder(one.folder / SHARDS_NAME)

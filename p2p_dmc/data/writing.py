@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from p2p_dmc.errors import UserError
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all), of shards
 
 JOURNAL_NAME = "written"
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class _ShardWriter:
@@ -247,8 +249,8 @@ def _written(staging: Path, shards: Sequence[Shard]) -> list[bytes]:
     journal = staging / JOURNAL_NAME
     journal.touch()
     digests = []
-    for shard, line in zip(shards, journal.read_text("ascii").splitlines(), strict=False):
-        if len(line) != 2 * DIGEST_BYTES:
+    for shard, line in zip(shards, journal.read_text("latin-1").splitlines(), strict=False):
+        if not _DIGEST.fullmatch(line):  # cut short, or what a power cut has left
             break
         path = shard_path(staging, bytes.fromhex(line))
         if not path.is_file() or path.stat().st_size != shard.size_bytes:

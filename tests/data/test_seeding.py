@@ -277,6 +277,7 @@ def test_converted_data_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         lambda tree, staging: (tree / "class0/more.txt").write_text("x"),
         lambda tree, staging: (staging / "written").unlink(),
         lambda tree, staging: (staging / "written").write_text("no digest\n"),
+        lambda tree, staging: (staging / "written").write_bytes(bytes(32) + b"\n\xff"),
         lambda tree, staging: [os.truncate(path, 100) for path in staging.rglob("*.tar")],
         lambda tree, staging: [path.unlink() for path in staging.rglob("*.tar")],
     ],

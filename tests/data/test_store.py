@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -535,3 +536,88 @@ def test_killed_just_after_publishing(origin: Store, tmp_path: Path, manifest: M
     again = Store(tmp_path / "store")
     assert again.holdings(manifest.digest) == frozenset(range(shards))
     assert all(again.verify(manifest.digest, index) for index in range(shards))
+
+
+# -- what others do to a store ----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_lacks_descriptors_loses_no_shard(
+    origin: Store, store: Store, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, real = manifest.digest, Path.open
+    assert receive(origin, store, d, 0)
+
+    def fail(path: Path, *arguments: object, **given: object) -> object:
+        if path.suffix == ".tar":
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return real(path, *arguments, **given)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        with pytest.raises(ShardMissing, match="Too many open files"):
+            store.read_range(d, 0, 0, 10)
+        with pytest.raises(UserError, match="Too many open files"):
+            store.verify(d, 0)
+    assert store.has(d, 0) and store.verify(d, 0)
+
+
+def test_seeding_again_puts_right_what_is_damaged(tmp_path: Path) -> None:
+    tree, root = small_tree(tmp_path / "tree"), tmp_path / "store"
+    manifest = seed_tree(tree, Store(root))
+    right = Store(root).path(manifest.digest, 0).read_bytes()
+    Store(root).path(manifest.digest, 0).write_bytes(bytes(len(right)))
+    store = Store(root, capacity_bytes=1 << 20)
+    free_bytes = store.free_bytes()
+    assert seed_tree(tree, store) == manifest
+    assert store.path(manifest.digest, 0).read_bytes() == right and store.free_bytes() == free_bytes
+
+
+def test_the_same_shards_in_two_data_sets_are_two_files_and_count_twice(tmp_path: Path) -> None:
+    tree, store = small_tree(tmp_path / "tree"), Store(tmp_path / "store", capacity_bytes=1 << 20)
+    one, two = seed_tree(tree, store, name="one"), seed_tree(tree, store, name="two")
+    assert one.shards == two.shards
+    assert store.free_bytes() == (1 << 20) - one.total_bytes - two.total_bytes
+    assert Store(store.root, 1 << 20).free_bytes() == store.free_bytes()
+
+
+def test_nobody_waits_for_a_verification_to_hear_what_has_arrived(
+    origin: Store, store: Store, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, size = manifest.digest, manifest.shard_sizes[0]
+    shard = store.open_partial(d, 0)
+    shard.write(0, origin.read_range(d, 0, 0, size))
+    begun, go_on = threading.Event(), threading.Event()
+    told: list[tuple[int, list[tuple[int, int]]]] = []
+
+    def slow(descriptor: int) -> None:
+        begun.set()
+        assert go_on.wait(60.0)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    verifying = threading.Thread(target=shard.commit)
+    asking = threading.Thread(target=lambda: told.append((shard.written_bytes, shard.written_ranges)))
+    verifying.start()
+    assert begun.wait(60.0)
+    asking.start()
+    asking.join(30.0)
+    heard = list(told)
+    go_on.set()
+    verifying.join()
+    asking.join()
+    assert heard == [(size, [(0, size)])] and store.has(d, 0)
+
+
+def test_a_shard_that_is_left_for_a_while_takes_no_descriptor_and_is_gone_on_with(
+    origin: Store, store: Store, manifest: Manifest
+) -> None:
+    d, size = manifest.digest, manifest.shard_sizes[0]
+    before = len(os.listdir("/proc/self/fd"))
+    shard = store.open_partial(d, 0)
+    shard.write(1000, origin.read_range(d, 0, 1000, size - 1000))
+    shard.suspend()
+    shard.suspend()
+    assert len(os.listdir("/proc/self/fd")) == before and store.begun(d, 0) is None
+    again = store.open_partial(d, 0)
+    assert again is not shard and again.written_ranges == [(1000, size)]
+    again.write(0, origin.read_range(d, 0, 0, 1000))
+    assert again.commit() and store.verify(d, 0)

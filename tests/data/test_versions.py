@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from p2p_dmc.data.manifest import Manifest
-from p2p_dmc.data.store import Store
+from p2p_dmc.data.store import ShardMissing, Store
 from p2p_dmc.data.versions import is_clash, meant, versions
 from p2p_dmc.errors import UserError
 from tests.data.helpers import seed_tree, small_tree
@@ -126,3 +127,34 @@ def test_without_links_each_version_has_its_own(
     store, second = store_at(tmp_path), after(first)
     store.add_manifest(second)
     assert asked and store.holdings(second.digest) == frozenset()
+
+
+def test_who_removes_a_version_by_hand_keeps_the_other(tmp_path: Path, first: Manifest) -> None:
+    store, second = store_at(tmp_path), after(first)
+    store.add_manifest(second)
+    shutil.rmtree(store.root / first.digest.hex())
+    with pytest.raises(ShardMissing):
+        store.read_range(first.digest, 0, 0, 10)
+    assert not store.verify(first.digest, 1)
+    assert store.verify(second.digest, 0) and store.verify(second.digest, 1)
+
+
+def test_a_version_that_lies_about_a_size_shares_nothing(tmp_path: Path, first: Manifest) -> None:
+    lies = tuple(replace(shard, size_bytes=shard.size_bytes + 512) for shard in first.shards)
+    store, second = store_at(tmp_path), replace(after(first), shards=lies)
+    store.add_manifest(second)
+    assert store.holdings(second.digest) == frozenset()
+    with pytest.raises(ShardMissing):
+        store.read_range(second.digest, 0, first.shard_sizes[0], 10)
+    assert store.verify(first.digest, 0)
+
+
+def test_seeding_a_version_again_leaves_one_file(tmp_path: Path, first: Manifest) -> None:
+    store, second = store_at(tmp_path), after(first)
+    store.add_manifest(second)
+    store.path(first.digest, 0).write_bytes(bytes(first.shard_sizes[0]))
+    free = store.free_bytes()
+    assert seed_tree(tmp_path / "tree", store) == first
+    for index in range(len(first.shards)):
+        assert os.path.samefile(store.path(first.digest, index), store.path(second.digest, index))
+    assert store.verify(second.digest, 0) and store.free_bytes() == free
