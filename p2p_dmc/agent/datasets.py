@@ -85,7 +85,9 @@ class DataService:
         self._refused: set[bytes] = set()
         """Data sets that have the name of another one here."""
         self.conflict: str | None = None
-        """Two different data sets under one name, in words; the seeding command ends with it."""
+        """Two different data sets under one name, in words; the seeding command ends with it if one is its own."""
+        self.conflicting: set[bytes] = set()
+        """Those of this peer that have the name of another one elsewhere."""
 
     def _make_scrub(self) -> Scrub:
         return Scrub(
@@ -291,7 +293,7 @@ class DataService:
         known = self._known.get(said.dataset)
         if known is None:
             if said.dataset not in self._refused:
-                self._fetching.manifest(sender, said, self._learn)
+                self._fetching.manifests.fetch(sender, said, self._learn)
             return
         shards = len(known.manifest.shards)
         try:
@@ -322,6 +324,7 @@ class DataService:
             f"two data sets are named {said.name!r}: {mine.digest.hex()[:12]} here and {said.dataset.hex()[:12]} "
             "elsewhere; seed one of them under another --name"
         )
+        self.conflicting.add(mine.digest)
         if self.conflict != line:
             self.conflict = line
             self._say(line)
@@ -381,6 +384,9 @@ class DataService:
         """Announce, fetch what is newly mine, give up what others keep, look at what lies here, name what is lost."""
         now_s = time.monotonic()
         self._forget_gone()
+        for known in self._known.values():
+            if known.changes != self.store.changes(known.manifest.digest):
+                self._follow(known)
         self._say_holdings(now_s)
         self._scrub.tick()
         self._repairing.tick()
@@ -391,6 +397,23 @@ class DataService:
         for dataset, known in self._known.items():
             self._watch.lost(known, self.reachable(dataset), now_s, self._changed_s)
             self._watch.dissent(known, names, now_s)
+
+    def _follow(self, known: Known) -> None:
+        """A shard has come or gone, maybe for the sake of another version, with which it shares the file."""
+        dataset, is_first = known.manifest.digest, known.changes is None
+        known.changes = self.store.changes(dataset)
+        known.version += 1
+        self._announce()
+        held = self.store.holdings(dataset)
+        for shard in known.verified.keys() - held:
+            known.doubt(shard)
+        for shard in held - known.verified.keys():
+            twins = [(self._known[d], at) for d, at in self.store.twins(dataset, shard) if d in self._known]
+            stamp = self.store.stamp(dataset, shard) if twins else None
+            if stamp is None or any(known.vouched(shard, stamp, *twin) for twin in twins):
+                continue
+            if not is_first and (dataset, shard) not in self._fetching:
+                self._scrub.first((dataset, shard))
 
     def _say_holdings(self, now_s: float) -> None:
         others = [peer_id for peer_id, _ in present(self._members()) if peer_id != self._me]

@@ -18,21 +18,22 @@ from typing import Any
 from p2p_dmc.agent.blame import senders_of_wrong
 from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSilentError
 from p2p_dmc.agent.known import Known, report_fault
+from p2p_dmc.agent.manifests import Manifests
 from p2p_dmc.agent.serving import Parts, Serving
 from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
-from p2p_dmc.data.manifest import MAX_MANIFEST_BYTES, Manifest
 from p2p_dmc.data.partial import PartialShard
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.journal import Journal
 from p2p_dmc.wire import codec
-from p2p_dmc.wire.messages import BulkKind, Holdings
+from p2p_dmc.wire.messages import BulkKind
 
 log = logging.getLogger("p2p_dmc.data")
-AGAIN_S = 1.0
+AGAIN_S, AGAIN_MOST_S = 1.0, 8.0
+"""What nobody gave is tried again after so long, twice as long each time: until then others have its place."""
 LOOK_S = 0.1
 """How often other receivers are asked what they have, and sources are looked at anew."""
 AHEAD_BYTES = 16 << 20
@@ -98,10 +99,11 @@ class Fetching:
         self._damaged = damaged
         self.yields: Callable[[], bool] = lambda: False
         """Whether training needs the link just now: what nobody waits for slows down."""
-        self._manifests: set[bytes] = set()
         self._shards: dict[Key, asyncio.Task[None]] = {}
+        self._again: dict[Key, tuple[float, float]] = {}  # when it may be tried, the pause before that
         self._callbacks: dict[Key, list[Callable[[], None]]] = {}
         self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
+        self.manifests = Manifests(bulk, settings.fetch_chunk_bytes, members, self._tasks)
         self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="shards")
         self.serving = Serving(store, known, lambda: self._receipts, damaged, self._threads)
         self._spreading = Spreading(settings.fetch_piece_bytes, settings.fetch_chunk_bytes)
@@ -121,12 +123,18 @@ class Fetching:
         """Shards that are being verified or fetched."""
         return len(self._shards)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._shards
+
     @property
     def full(self) -> bool:
         """There was no room for a shard, and there is none for a few yet."""
         if self._full:
             largest = max((max(k.manifest.shard_sizes) for k in self._known.values()), default=0)
-            self._full = self._store.free_bytes() < 4 * largest
+            room = max(
+                largest, (self._store.capacity_bytes or 8 * largest) // 2
+            )  # no more may be there, ever
+            self._full = self._store.free_bytes() < min(4 * largest, room)
         return self._full
 
     def sources(self, key: Key) -> list[str]:
@@ -149,6 +157,13 @@ class Fetching:
             self._queue.pop(key).set_result(None)
         self.start(key, urgent=True)
 
+    def may_start(self, key: Key) -> bool:
+        """Whether a shard that nobody waits for may be begun: it is not on its way, nor for another version of the data
+        set, and was not tried in vain a moment ago.
+        """
+        is_due = self._again.get(key, (0.0, 0.0))[0] <= time.monotonic()
+        return is_due and not any(one in self._shards for one in (key, *self._store.twins(*key)))
+
     def start(self, key: Key, *, urgent: bool) -> None:
         """Verify or fetch a shard in the background, unless that is under way or there is no room for it."""
         if key not in self._shards and key[0] in self._known and (self._store.has(*key) or not self.full):
@@ -159,61 +174,18 @@ class Fetching:
         await self._tasks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # -- manifests ----------------------------------------------------------------------------------------------------
-
-    def manifest(self, sender: str, said: Holdings, then: Callable[[str, Holdings, Manifest], None]) -> None:
-        """Fetch a data set's manifest from the peer that spoke of it, unless that is under way; ``then`` learns it."""
-        if said.dataset not in self._manifests:
-            self._manifests.add(said.dataset)
-            self._tasks.spawn(self._fetch_manifest(sender, said, then))
-
-    async def _fetch_manifest(
-        self, sender: str, said: Holdings, then: Callable[[str, Holdings, Manifest], None]
-    ) -> None:
-        try:
-            address = next((r.bulk_address for r in self._members() if r.peer_id == sender), None)
-            parts: list[bytes] = []
-            total = 1
-            while address is not None and sum(map(len, parts)) < total:
-                total, data = await self._bulk.fetch(
-                    address,
-                    BulkKind.MANIFEST,
-                    digest=said.dataset,
-                    offset=sum(map(len, parts)),
-                    size=self._settings.fetch_chunk_bytes,
-                )
-                if total > MAX_MANIFEST_BYTES:
-                    raise RemoteProtocolError(f"a manifest of {total} bytes")
-                parts.append(bytes(data))
-            manifest = Manifest.from_bytes(b"".join(parts))
-            if manifest.digest != said.dataset:
-                raise RemoteProtocolError("another manifest than was asked for")
-            then(sender, said, manifest)
-        except (SourceLostError, RemoteProtocolError, UserError) as error:
-            log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)
-        finally:
-            self._manifests.discard(said.dataset)
-
     # -- one shard ----------------------------------------------------------------------------------------------------
 
     async def _obtain(self, key: Key, urgent: bool) -> None:
         """Verify what is on disk, or fetch it; then tell whoever waits."""
         known = self._known[key[0]]
         try:
-            if self._store.has(*key) and key[1] not in known.verified:
-                stamp = self._store.stamp(*key)
-                wrong = await asyncio.to_thread(self._store.fault, *key)
-                if wrong is None:
-                    known.verify(key[1], stamp)
-                elif wrong:  # else somebody else has found it at the same time
-                    report_fault(known, key[1], wrong, self._say, self._journal)
-                    self._damaged(key)
+            await self._verify(key, known)
             if not self._store.has(*key):
                 await self._turn(key)
+                await self._verify(key, known)  # it may have come for another version meanwhile
+            if not self._store.has(*key):
                 await self._fetch(key, known)
-                self._open.discard(key)
-                if not urgent and not self._store.has(*key):
-                    await asyncio.sleep(AGAIN_S)  # no source was any good
         except StoreFull as error:
             self._full = True
             self._say(str(error))
@@ -223,12 +195,27 @@ class Fetching:
         finally:
             self._open.discard(key)
             self._shards.pop(key, None)
+            pause_s = min(max(AGAIN_S, 2 * self._again.pop(key, (0.0, 0.0))[1]), AGAIN_MOST_S)
+            if not self._store.has(*key):  # no source was any good, or the disk
+                self._again[key] = time.monotonic() + pause_s, pause_s
             self._admit()
         if key[1] in known.verified:
             for callback in self._callbacks.pop(key, []):
                 callback()
         elif not urgent and key in self._callbacks:  # somebody has come to wait for it meanwhile
             self.start(key, urgent=True)
+
+    async def _verify(self, key: Key, known: Known) -> None:
+        """What is on disk, if there is anything that was not yet."""
+        if not self._store.has(*key) or key[1] in known.verified:
+            return
+        stamp = self._store.stamp(*key)
+        wrong = await asyncio.to_thread(self._store.fault, *key)
+        if wrong is None:
+            known.verify(key[1], stamp)
+        elif wrong:  # else somebody else has found it at the same time
+            report_fault(known, key[1], wrong, self._say, self._journal)
+            self._damaged(key)
 
     async def _turn(self, key: Key) -> None:
         """Wait until this shard may begin; those that somebody waits for do at once."""
@@ -330,6 +317,7 @@ class Fetching:
                 ended.set_result(True)
             self._pump()
             if not await ended:
+                partial.suspend()  # what has come is gone on with; meanwhile it takes no descriptor
                 return None
             del self._spreading.plans[key]
             await self._in_thread(partial.commit, plan.piece_bytes)

@@ -41,6 +41,8 @@ class Known:
     version: int = field(default_factory=lambda: int(time.monotonic() * 1e6))
     """Grows whenever what is held here, or what is known of it, changes; also over what was known of it before."""
     lost_said_s: float = 0.0
+    changes: int | None = None
+    """Of the store, when this was last compared with it."""
 
     def place(self, peers: tuple[StoringPeer, ...]) -> bool:
         """Place the shards on these peers; False where they are already."""
@@ -70,6 +72,14 @@ class Known:
         if self.verified.pop(shard, None) is None:
             return False
         self.version += 1
+        return True
+
+    def vouched(self, shard: int, stamp: Stamp, other: Known, place: int) -> bool:
+        """The shard's file is one that was verified as another version's, if it is."""
+        if other.verified.get(place) != stamp:
+            return False
+        self.verify(shard, stamp)
+        self.verified_s[shard] = other.verified_s[place]
         return True
 
     def dissenters(self) -> list[str]:

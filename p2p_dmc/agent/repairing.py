@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Container, Mapping
+from itertools import islice
 
 from p2p_dmc.agent.fetching import Fetching
 from p2p_dmc.agent.known import Known
@@ -12,7 +13,7 @@ from p2p_dmc.agent.placing import Facts, Placing
 from p2p_dmc.agent.scrub import Scrub
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.placement import StoringPeer
-from p2p_dmc.core.pledges import Key, Pledges
+from p2p_dmc.core.pledges import MOST_SHARDS, Key, Pledges
 from p2p_dmc.core.repair import Repair, RepairSettings, copies_of
 from p2p_dmc.core.replication import Copies, Plan, Tally, tally
 from p2p_dmc.data.store import Store
@@ -58,7 +59,7 @@ class Repairing:
         self._pledges = Pledges(secrets.randbits(62))
         self._placing = Placing(self._facts, self._placed)
         self._repairs: dict[bytes, Repair] = {}
-        self._own: dict[bytes, tuple[Known, int, Copies]] = {}
+        self._own: dict[bytes, tuple[tuple[Known, int, int, bool], Copies]] = {}
         self.leaves = False
         """This peer means to go as soon as every shard is kept by others."""
 
@@ -83,18 +84,14 @@ class Repairing:
 
     def own(self, known: Known) -> Copies:
         """What this peer holds."""
-        dataset, full = known.manifest.digest, self._fetching.full
+        dataset = known.manifest.digest
+        facts = known, known.version, self._store.changes(dataset), self._fetching.full
         before = self._own.get(dataset)
-        if (
-            before is not None
-            and before[0] is known
-            and before[1] == known.version
-            and before[2].full == full
-        ):
-            return before[2]
+        if before is not None and before[0][0] is known and before[0][1:] == facts[1:]:
+            return before[1]
         held = self._store.holdings(dataset)
-        made = copies_of(known.verified, held, full, len(known.manifest.shards))
-        self._own[dataset] = known, known.version, made
+        made = copies_of(known.verified, held, facts[3], len(known.manifest.shards))
+        self._own[dataset] = facts, made
         return made
 
     def _facts(self, known: Known) -> Facts:
@@ -139,8 +136,9 @@ class Repairing:
             repair, own = self.of(known), self.own(known)
             room = AT_ONCE - len(self._fetching)
             if room > 0:
-                for shard in repair.to_fetch(own, now_ms)[:room]:
-                    self._fetching.start((dataset, shard), urgent=False)
+                due = ((dataset, shard) for shard in repair.to_fetch(own, now_ms))
+                for key in islice(filter(self._fetching.may_start, due), room):
+                    self._fetching.start(key, urgent=False)
             if self.leaves:
                 repair.leave(now_ms)
                 continue
@@ -163,10 +161,12 @@ class Repairing:
     # -- what others ask ----------------------------------------------------------------------------------------------
 
     def heard(self, sender: str, message: PledgeAsked | Pledged) -> None:
-        """RemoteProtocolError for shards that the data set has not."""
+        """RemoteProtocolError for shards that the data set has not, and for more of them than anybody asks about."""
         known = self._known.get(message.dataset)
         if known is None:
             return
+        if len(message.shards) > MOST_SHARDS:
+            raise RemoteProtocolError(f"{len(message.shards)} shards in one message, more than {MOST_SHARDS}")
         if any(not 0 <= shard < len(known.manifest.shards) for shard in message.shards):
             raise RemoteProtocolError("a shard of no data set")
         if isinstance(message, Pledged):

@@ -23,12 +23,14 @@ from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.data.disk import write_durably
 from p2p_dmc.data.store import Store
+from p2p_dmc.errors import UserError
 from p2p_dmc.observe.journal import Journal
 
 log = logging.getLogger("p2p_dmc.data")
 Key = tuple[bytes, int]
 RECORD_NAME = "verified.u4"
 SAVE_S = 60.0
+AGAIN_S = 1.0
 LOWEST_PRIORITY = 19
 
 
@@ -182,9 +184,15 @@ class Scrub:
 
     async def _look(self, key: Key) -> None:
         known, stamp = self._known[key[0]], self._store.stamp(*key)
-        wrong = await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: self._store.fault(*key, from_disk=True)
-        )
+        try:
+            wrong = await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: self._store.fault(*key, from_disk=True)
+            )
+        except UserError as error:  # which says nothing of the shard
+            log.warning("%s", error)
+            self._unlooked.insert(0, key)
+            await asyncio.sleep(AGAIN_S)
+            return
         if wrong is None and stamp is not None and self._store.stamp(*key) == stamp:
             self.record(key[0]).mark(key[1])
             is_news = known.verified.get(key[1]) != stamp

@@ -276,7 +276,8 @@ async def _serve(
         if contact_s is None and agent.membership is not None and agent.membership.seed_contacted:
             contact_s = loop.time()
         has_just_come = is_newcomer and contact_s is not None and loop.time() - contact_s < CLASH_WINDOW_S
-        if agent.data.conflict and has_just_come:
+        is_ours = not agent.data.conflicting.isdisjoint(manifest.digest for manifest in manifests)
+        if agent.data.conflict and is_ours and has_just_come:
             for manifest in manifests:  # nobody takes them under this name: leaving waits for no copies
                 agent.data.forget(manifest.digest)
             raise NameTakenError(agent.data.conflict)

@@ -15,12 +15,16 @@ import pytest
 import zmq.asyncio
 
 from p2p_dmc.agent import datasets as datasets_module
+from p2p_dmc.agent import fetching as fetching_module
 from p2p_dmc.agent import spreading
 from p2p_dmc.agent.bulk import BulkClient, BulkServer
 from p2p_dmc.agent.datasets import DataService
+from p2p_dmc.agent.manifests import MOST as MOST_MANIFESTS
+from p2p_dmc.agent.repairing import AT_ONCE
 from p2p_dmc.agent.work import bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord, MemberState
+from p2p_dmc.core.pledges import MOST_SHARDS
 from p2p_dmc.core.shard_set import ShardSet
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
@@ -1083,7 +1087,7 @@ def test_a_manifest_that_cannot_be_had_is_had_from_another(
             three = net.join(3, empty(tmp_path, 3))
             await net.rest(1.5)
             assert three.data.manifests() == () and three.store.datasets() == ()
-            await net.until(lambda: not three.data._fetching._manifests)
+            await net.until(lambda: not three.data._fetching.manifests._senders)
             net.join(2, copy(tmp_path, 2, store, manifest))
             await net.until(lambda: three.data.manifests() == (manifest,))
 
@@ -1121,5 +1125,80 @@ def test_lost_shards_are_named_and_named_again_each_minute(
             await net.until(lambda: two.data.reachable(d) == shards)
             await net.rest(70.0)
             assert len(two.around.said) == 2
+
+    run(work())
+
+
+# -- what a peer does to others ---------------------------------------------------------------------------------------
+
+
+def test_shards_that_nobody_gives_hold_up_no_others(
+    tmp_path: Path, net_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching_module, "AGAIN_S", 0.1)
+    monkeypatch.setattr(fetching_module, "AGAIN_MOST_S", 0.2)
+    store = Store(tmp_path / "seed")
+    manifest = seed_tree(small_tree(tmp_path / "tree", folders=10, samples=12), store, max_shard_size=2000)
+    d, shards = manifest.digest, set(range(len(manifest.shards)))
+    assert len(shards) > AT_ONCE + 20
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            first: dict[int, None] = {}
+
+            async def answer(request: BulkRequest) -> tuple[int, bytes] | None:
+                if len(first) < AT_ONCE:
+                    first[request.part] = None
+                return None if request.part in first else await one.data.provide_shard(request)
+
+            one.server.provide(BulkKind.SHARD, answer)
+            await net.until(lambda: len(two.data.held(d)) == len(shards) - AT_ONCE)
+            assert two.data.held(d) == shards - set(first)
+            await net.until(lambda: all(two.store.begun(d, shard) is None for shard in shards))
+            one.server.provide(BulkKind.SHARD, one.data.provide_shard)
+            await net.until(lambda: two.data.held(d) == shards)
+
+    run(work())
+
+
+def test_nobody_asks_about_more_shards_at_once_than_can_be_looked_at(
+    net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, manifest = seeded
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            one.data.add(manifest)
+            for kind in (PledgeAsked, Pledged):
+                few = kind(dataset=manifest.digest, number=1, shards=(0,) * MOST_SHARDS)
+                one.data.heard_of_pledges(peer(2), few)
+                with pytest.raises(RemoteProtocolError, match="shards in one message"):
+                    one.data.heard_of_pledges(peer(2), replace(few, shards=(0,) * (MOST_SHARDS + 1)))
+
+    run(work())
+
+
+def test_of_one_peer_only_so_many_manifests_are_fetched_at_once(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, empty(tmp_path, 1)), net.join(2, empty(tmp_path, 2))
+            for i in range(3 * MOST_MANIFESTS):
+                said = Holdings(
+                    dataset=i.to_bytes(16, "big"),
+                    name="n",
+                    version=1,
+                    bitmap=b"",
+                    unverified=b"",
+                    full=False,
+                    placement=b"",
+                    answer=False,
+                )
+                one.data.heard(two.id, said)
+            assert len(one.data._fetching.manifests._senders) == MOST_MANIFESTS
+            await net.until(lambda: not one.data._fetching.manifests._senders)
 
     run(work())

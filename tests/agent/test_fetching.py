@@ -198,8 +198,8 @@ def test_after_a_restart_only_what_is_missing_is_fetched(
         await w.until(lambda: holder.asked.total() > 9)
         partial = me.store.begun(d, 0)
         assert partial is not None
-        await w.until(lambda: partial.written_bytes >= 9 * PIECE)
-        written = partial.written_bytes
+        written = 9 * RANGE
+        await w.until(lambda: partial.written_bytes == written)
         await w.gone(me)
         assert came == []
         await w.gone(holder)
@@ -504,5 +504,25 @@ def test_killed_in_the_middle_of_a_shard_it_goes_on_where_it_was(
         again = Store(tmp_path / "store9")
         assert again.verify(manifest.digest, 0)
         assert another.asked_bytes == size - written < size
+
+    run(tmp_path, origin, manifest, work)
+
+
+def test_a_small_store_that_was_full_takes_shards_again(
+    tmp_path: Path, origin: Store, manifest: Manifest
+) -> None:
+    d, largest = manifest.digest, max(manifest.shard_sizes)
+
+    async def work(w: World) -> None:
+        w.holder(1)
+        me = w.receiver(9, capacity_bytes=2 * largest)
+        came = me.want(range(len(manifest.shards)))
+        await w.until(lambda: len(me.fetching) == 0)
+        assert me.fetching.full and len(came) == 2
+        for shard in came:
+            me.store.drop(d, shard)
+        assert not me.fetching.full
+        again = me.want([came[0]])
+        await w.until(lambda: again == [came[0]])
 
     run(tmp_path, origin, manifest, work)

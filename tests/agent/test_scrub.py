@@ -19,6 +19,7 @@ from p2p_dmc.config import AgentSettings
 from p2p_dmc.data import disk
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
+from p2p_dmc.errors import UserError
 from p2p_dmc.observe.journal import Journal
 from tests.agent.helpers import peer
 from tests.data.helpers import seed_tree, small_tree
@@ -268,3 +269,27 @@ def test_a_shard_that_comes_anew_while_the_old_one_is_read_is_kept(tmp_path: Pat
     one.store.stamp = replaced  # type: ignore[method-assign]
     assert one.store.fault(one.dataset, 0, from_disk=True) is None
     assert path.read_bytes() == good and one.store.has(one.dataset, 0)
+
+
+def test_what_cannot_be_looked_at_just_now_is_looked_at_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub_module, "AGAIN_S", 0.01)
+
+    async def work() -> None:
+        one, failed = Scrubbed(tmp_path), 0
+        fault = one.store.fault
+
+        def busy(dataset: bytes, shard: int, *, from_disk: bool = False) -> str | None:
+            nonlocal failed
+            if failed < 5:
+                failed += 1
+                raise UserError("too many open files")
+            return fault(dataset, shard, from_disk=from_disk)
+
+        one.store.fault = busy  # type: ignore[method-assign]
+        await one.until(lambda: len(one.verified) == one.shards)
+        assert failed == 5 and not one.bad and not one.said
+        await one.scrub.close()
+
+    run(work())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,3 +142,28 @@ def test_an_interrupt_that_comes_while_it_is_compared_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         seeder(append=True)
     assert [path.name for path in seeder.home.store_root.iterdir()] == [first.digest.hex()]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_a_clash_about_what_is_seeded_ends_the_command(seeder: Seeder, is_ours: bool) -> None:
+    [manifest], _, _ = seeder()
+    forgotten: list[bytes] = []
+    turns = iter([False, False, False, True])
+    data = SimpleNamespace(
+        conflict="two data sets are named so",
+        conflicting={manifest.digest if is_ours else bytes(16)},
+        replicated_elsewhere=lambda: next(turns),
+        forget=forgotten.append,
+    )
+    agent: Any = SimpleNamespace(data=data, membership=SimpleNamespace(seed_contacted=True))
+
+    async def work() -> int:
+        with Console(as_json=False) as console:
+            return await seed_command._serve(agent, [manifest], True, True, console)
+
+    if is_ours:
+        with pytest.raises(NameTakenError, match="two data sets"):
+            asyncio.run(work())
+        assert forgotten == [manifest.digest]
+    else:
+        assert asyncio.run(work()) == 0 and not forgotten

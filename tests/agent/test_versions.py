@@ -19,7 +19,7 @@ from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.seeding import Plan
 from p2p_dmc.data.store import Store
 from tests.agent.helpers import peer, run_meta
-from tests.agent.test_datasets import copy, empty, net_of, run, seeded
+from tests.agent.test_datasets import copy, damage, empty, net_of, run, seeded
 from tests.data.helpers import make_tree
 
 __all__ = ["net_of", "seeded"]  # fixtures
@@ -180,3 +180,83 @@ def test_with_versions_to_choose_from_the_seeds_are_heard_first(seeded: tuple[St
     membership.seed_contacted = False
     agent.options.seeds = ()
     assert jobs._version("train", "several") == second
+
+
+# -- files with two names -------------------------------------------------------------------------------------------
+
+
+def test_who_meets_two_versions_at_once_fetches_what_they_share_once(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, first = seeded
+    second = appended(tmp_path, store)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            one.data.add(first)
+            one.data.add(second)
+            two = net.join(2, empty(tmp_path, 2))
+            await net.until(lambda: {first.digest, second.digest} == set(two.store.datasets()))
+            for version in (first, second):
+                await net.until(lambda d=version.digest: two.data.under_replicated(d) == 0)
+                await net.until(lambda d=version.digest: one.data.under_replicated(d) == 0)
+            assert len(two.events("fetched")) == len(second.shards)
+            for i in range(len(first.shards)):
+                assert os.path.samefile(two.store.path(first.digest, i), two.store.path(second.digest, i))
+
+    run(work())
+
+
+def test_what_comes_for_another_version_while_it_waits_for_its_turn_is_not_fetched(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, first = seeded
+    second = appended(tmp_path, store)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            one.data.add(first)
+            one.data.add(second)
+            two.store.add_manifest(first)
+            two.store.add_manifest(second)
+            two.data.add(first)
+            two.data.add(second)
+            await net.until(lambda: two.data.reachable(second.digest))
+            fetching = two.data._fetching
+            fetching._admit = lambda: None  # type: ignore[method-assign]
+            fetching.start((second.digest, 0), urgent=False)
+            await net.until(lambda: bool(fetching._queue))
+            came: list[int] = []
+            two.data.want(first.digest, 0, lambda: came.append(0))
+            await net.until(lambda: bool(came))
+            del fetching._admit  # type: ignore[method-assign]
+            fetching._admit()
+            await net.until(lambda: two.data.usable(second.digest, 0))
+            await net.until(lambda: (second.digest, 0) not in fetching)
+            assert [r for r in caplog.records if r.levelname == "ERROR"] == []
+            assert os.path.samefile(two.store.path(first.digest, 0), two.store.path(second.digest, 0))
+
+    run(work())
+
+
+def test_a_damaged_file_is_told_of_by_each_version_that_had_it(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, first = seeded
+    second = appended(tmp_path, store)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one = net.join(1, store)
+            one.data.add(first)
+            one.data.add(second)
+            damage(store, first, 0)
+            assert not store.verify(first.digest, 0)
+            await net.step()
+            for version in (first, second):
+                assert 0 not in one.data.copies(version.digest)[one.id].there
+                assert 0 not in one.data.reachable(version.digest)
+
+    run(work())
