@@ -22,6 +22,7 @@ from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import (
     MAX_SKIPPED,
+    MOST_LOSS_MICRO,
     Lease,
     LeaseEnd,
     Reduce,
@@ -487,7 +488,7 @@ def check_skipped(skipped: Sequence[tuple[int, int]], samples: int) -> None:
 def check_header(header: RoundHeader) -> None:
     """Bounds of a header from the network; RemoteProtocolError."""
     numbers = (header.samples, header.steps, header.compute_us, header.comm_us, header.wait_us, header.round)
-    if any(not 0 <= n < 1 << 53 for n in numbers) or abs(header.loss_sum_micro) >= 1 << 62:
+    if any(not 0 <= n < 1 << 53 for n in numbers) or abs(header.loss_sum_micro) > MOST_LOSS_MICRO:
         raise RemoteProtocolError("a header's number is out of range")
     check_skipped(header.skipped, header.samples)
     if len(header.digest) != 16 or len(header.payload_spec) != 16:

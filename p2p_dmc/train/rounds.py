@@ -21,8 +21,6 @@ from p2p_dmc.wire import trainer_messages as tm
 
 T = TypeVar("T")
 
-LOSS_LIMIT_MICRO = 2**62  # beyond this the sum is clipped to fit the message
-
 
 class Rounds:
     """What the main thread knows of its run. Messages are acted on at safe points only: when the script asks
@@ -387,5 +385,5 @@ def _micro(loss_sum: torch.Tensor | float) -> int:
     value = float(loss_sum)
     with contextlib.suppress(OverflowError):
         if math.isfinite(value):
-            return max(-LOSS_LIMIT_MICRO, min(LOSS_LIMIT_MICRO, round(value * 1e6)))
+            return max(-tm.MOST_LOSS_MICRO, min(tm.MOST_LOSS_MICRO, round(value * 1e6)))
     return 0

@@ -13,6 +13,8 @@ from p2p_dmc.wire.codec import message
 
 MAX_SKIPPED = 1024
 """Stretches of skipped samples that one header tells of."""
+MOST_LOSS_MICRO = 2**62
+"""A loss sum beyond this, in millionths, is said as this."""
 
 
 class Local(IntEnum):

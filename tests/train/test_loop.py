@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -14,12 +15,17 @@ import pytest
 import torch
 
 import p2p_dmc as dmc
+from p2p_dmc.agent.training import check_header
 from p2p_dmc.core.ledger import sample_permutation
 from p2p_dmc.data.samples import read_index
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train import state
+from p2p_dmc.train.rounds import _micro
 from p2p_dmc.train.session import Peer
+from p2p_dmc.wire import codec
 from p2p_dmc.wire import trainer_messages as tm
+from p2p_dmc.wire.messages import RoundHeader
+from tests.agent.helpers import plain
 from tests.train.scripted import ScriptedAgent
 
 LR = 0.125  # powers of two: the oracle's arithmetic is exact
@@ -576,3 +582,12 @@ def test_a_shard_that_was_cut_short_under_the_reader_is_asked_for(agent: Scripte
 def test_connect_elsewhere_says_what_to_do() -> None:
     with pytest.raises(UserError, match="dmc-peer join"):
         dmc.connect({})
+
+
+@pytest.mark.parametrize("loss", [1e13, -1e13, 1e300, math.inf, math.nan])
+def test_any_loss_fits_a_header(loss: float) -> None:
+    said = _micro(loss)
+    assert abs(said) <= tm.MOST_LOSS_MICRO
+    header = plain(RoundHeader, digest=b"d" * 16, payload_spec=b"p" * 16, loss_sum_micro=said)
+    check_header(header)
+    assert codec.decode(codec.encode(header)) == header
