@@ -255,7 +255,7 @@ class Loader(DataLoader[Any]):
 
     def _check_skipped(self, batch: Batch, skipped: Sequence[int], named: Sequence[str]) -> None:
         """Name the first that are skipped; UserError when there are more than a round can tell of."""
-        if len(self._rounds.tally.skipped) + len(skipped) > tm.MAX_SKIPPED and len(skipped) < len(batch):
+        if skipped and self._rounds.tally.told(skipped) > tm.MAX_SKIPPED:
             raise UserError(
                 f"{len(skipped)} of the {len(batch)} samples of a batch cannot be decoded ({named[0]}): "
                 "mend decode, or the data"

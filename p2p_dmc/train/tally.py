@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from p2p_dmc.wire.trainer_messages import MAX_SKIPPED
 
@@ -31,6 +31,11 @@ class Tally:
     def crowded(self) -> bool:
         """As many skipped samples, each apart from the others, as a round can tell of comfortably."""
         return len(self.skipped) >= MAX_SKIPPED // 2
+
+    def told(self, skipped: Sequence[int]) -> int:
+        """Stretches of skipped samples in the next round if what is handed out next leaves these out, sorted."""
+        begun = sum(place != before + 1 for before, place in zip((-2, *skipped), skipped, strict=False))
+        return len(self.skipped) + len(self._left_out) + begun
 
     def hand_out(self, samples: int, skipped: Iterable[int] = ()) -> None:
         """The next samples are given to the loop; ``skipped``: which were left out, as places among these."""

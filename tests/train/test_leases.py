@@ -114,3 +114,16 @@ def test_the_tally_is_a_list_of_flags() -> None:
             i for i, t in enumerate(consumed) if not t
         ]
         assert all(a[1] < b[0] for a, b in zip(tally.skipped, tally.skipped[1:], strict=False))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_many_stretches_a_round_would_tell_of(seed: int) -> None:
+    rng, tally = random.Random(seed), Tally()
+    for _ in range(9):
+        skipped = sorted(rng.sample(range(6), rng.randint(0, 6)))
+        most = tally.told(skipped)
+        tally.hand_out(6, skipped)
+        assert 0 <= most - len(tally.skipped) - len(tally._left_out) <= 1  # one that goes on is counted again
+        if rng.random() < 0.4:
+            tally.consume()
+        assert len(tally.skipped) <= most

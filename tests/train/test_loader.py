@@ -460,6 +460,34 @@ def test_more_is_skipped_than_a_round_can_tell_of(
         one.run()
 
 
+def test_batches_between_two_steps_skip_no_more_than_a_round_can_tell_of(
+    agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tm, "MAX_SKIPPED", 2)
+    whole = numbers(agent)
+
+    def decode(sample: Any) -> float:
+        if number(sample) in whole[:6:2]:
+            raise ValueError("odd")
+        return number(sample)
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(tau=9)
+        agent.expect(tm.LeaseRequest)
+        agent.send(
+            tm.Lease(epoch=0, braids=tuple(((s, 0, n),) for s, n in enumerate(agent.manifest.sample_counts)))
+        )
+
+    def add_up(trainer: Trainer, loader: Loader) -> None:
+        for batch in loader:
+            trainer.batches.append(batch.tolist())
+
+    one = Trainer(agent, 2, tau=9, decode=decode, on_error="skip")
+    with agent.play(script), pytest.raises(UserError, match=r"1 of the 2 samples .*mend decode"):
+        one.run(add_up)
+    assert one.batches == [[whole[1]], [whole[3]]]
+
+
 def test_a_round_comes_early_when_much_is_skipped(
     agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
