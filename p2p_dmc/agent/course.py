@@ -63,9 +63,8 @@ class Course:
             ledger = ledger.advance(unordered(braid for braids in counted for braid in braids))
         quarantined = ledger.progress()[1]
         for i, header in enumerate(result.headers):
-            struck = () if header.finite else self.work.next_of(i, header.samples)
-            for stretch in unordered(struck):
-                ledger = ledger.strike(stretch) if ledger.epoch == self.ledger.epoch else ledger
+            if not header.finite and ledger.epoch == self.ledger.epoch:
+                ledger = ledger.strike(*unordered(self.work.next_of(i, header.samples)))
         said = [facts(h) for h, votes in zip(result.headers, result.voting, strict=True) if votes]
         goes_on = ledger.epoch == self.ledger.epoch
         skips = goes_on and ledger.progress()[1] > quarantined

@@ -128,9 +128,8 @@ def opening_ledger(payloads: Sequence[ProposalPayload], ledger: Ledger, *, skip_
     fresh = [s for p in payloads for s in p.strikes if s.epoch == ledger.epoch and s.key not in counted]
     strikes = {s.key: s for s in fresh}
     for key in sorted(strikes):
-        for stretch in to_stretches(strikes[key].stretches, ledger):
-            if ledger.epoch == strikes[key].epoch:
-                ledger = ledger.strike(stretch)
+        if ledger.epoch == strikes[key].epoch:
+            ledger = ledger.strike(*to_stretches(strikes[key].stretches, ledger))
     if skip_lost:
         lost = unreachable(payloads, ledger)
         ledger = ledger.skip([s for s in ledger.remaining() if s.shard in lost])

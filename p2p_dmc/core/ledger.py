@@ -8,6 +8,7 @@ never of the peers. So a `Stretch` means the same samples to everyone.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -119,14 +120,15 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
     """Positions in `a` that are not in `b`."""
     left: list[tuple[int, int]] = []
     for lo, hi in a:
-        for cut_lo, cut_hi in b:
-            if cut_hi <= lo:
-                continue
-            if cut_lo >= hi:
-                break
+        i = bisect_left(b, (lo, lo))
+        if i and b[i - 1][1] > lo:
+            i -= 1
+        while i < len(b) and b[i][0] < hi:
+            cut_lo, cut_hi = b[i]
             if lo < cut_lo:
                 left.append((lo, cut_lo))
             lo = min(cut_hi, hi)
+            i += 1
         if lo < hi:
             left.append((lo, hi))
     return tuple(left)
@@ -227,34 +229,41 @@ class Ledger:
             counted=_patched(self.counted, touched), samples_total=self.samples_total + samples
         )
 
-    def strike(self, stretch: Stretch) -> Ledger:
-        """Note a stretch in progress at a death or a non-finite round; what was struck before is skipped.
+    def strike(self, *stretches: Stretch) -> Ledger:
+        """Note what was in progress at one death or non-finite round; what was struck before is skipped.
 
         Twice is out (DESIGN section 10).
         """
-        out = self.struck_out(stretch)
-        fresh = _open_part(self, stretch)
-        for piece in out:
-            fresh = subtract(fresh, ((piece.lo, piece.hi),))
-        added = [Stretch(shard=stretch.shard, lo=lo, hi=hi) for lo, hi in fresh]
+        out = self.struck_out(*stretches)
+        gone = self._per_shard(out)
+        added = [
+            Stretch(shard=shard, lo=lo, hi=hi)
+            for shard, pieces in self._per_shard(stretches).items()
+            for lo, hi in subtract(common(pieces, self.open_positions(shard)), gone.get(shard, ()))
+        ]
         noted = replace(self, strikes=tuple(sorted([*self.strikes, *added])))
         return noted.skip(out)
 
-    def struck_out(self, stretch: Stretch) -> tuple[Stretch, ...]:
-        """What `strike(stretch)` would quarantine, so that it can be named: what has a strike already."""
-        self._check_exists(stretch)
-        struck = [s for s in self.strikes if s.shard == stretch.shard]
-        both = (common(((s.lo, s.hi),), ((stretch.lo, stretch.hi),)) for s in struck)
-        return tuple(Stretch(shard=stretch.shard, lo=lo, hi=hi) for piece in both for lo, hi in piece)
+    def struck_out(self, *stretches: Stretch) -> tuple[Stretch, ...]:
+        """What `strike(*stretches)` would quarantine, so that it can be named: what has a strike already."""
+        struck = self._per_shard(self.strikes)
+        both = ((s, common(struck.get(s, ()), pieces)) for s, pieces in self._per_shard(stretches).items())
+        return tuple(Stretch(shard=s, lo=lo, hi=hi) for s, pieces in both for lo, hi in pieces)
 
     def skip(self, stretches: Iterable[Stretch]) -> Ledger:
         """Give up on these samples for this epoch. What is counted already stays counted."""
-        touched: dict[int, Intervals] = {}
+        touched = {
+            shard: union(self.skipped[shard], common(pieces, self.open_positions(shard)))
+            for shard, pieces in self._per_shard(stretches).items()
+        }
+        return self._moved_on(skipped=_patched(self.skipped, touched))
+
+    def _per_shard(self, stretches: Iterable[Stretch]) -> dict[int, Intervals]:
+        found: dict[int, list[tuple[int, int]]] = {}
         for stretch in stretches:
             self._check_exists(stretch)
-            seen = touched.get(stretch.shard, self.skipped[stretch.shard])
-            touched[stretch.shard] = union(seen, _open_part(self, stretch))
-        return self._moved_on(skipped=_patched(self.skipped, touched))
+            found.setdefault(stretch.shard, []).append((stretch.lo, stretch.hi))
+        return {shard: union(tuple(pieces), ()) for shard, pieces in found.items()}
 
     def shared_anew(self) -> Ledger:
         """The members have other assignments from here on: what they held of the former ones is void."""

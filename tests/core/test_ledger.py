@@ -260,6 +260,14 @@ def test_only_the_part_struck_twice_is_quarantined() -> None:
     assert ledger.strikes == (stretch(0, 0, 4), stretch(0, 6, 9))
 
 
+def test_what_one_death_had_in_hand_is_struck_once() -> None:
+    begun = Ledger.start(DIGEST, [10, 10], 0, 1).strike(stretch(1, 2, 4))
+    at_once = begun.strike(stretch(0, 0, 3), stretch(1, 3, 6), stretch(0, 2, 5), stretch(0, 5, 6))
+    assert at_once.strikes == (stretch(0, 0, 6), stretch(1, 2, 3), stretch(1, 4, 6))
+    assert at_once.skipped == ((), ((3, 4),)) and begun.strike() == begun
+    assert at_once == begun.strike(stretch(0, 0, 6)).strike(stretch(1, 3, 6))
+
+
 def test_a_strike_is_forgotten_when_the_samples_count_after_all() -> None:
     ledger = Ledger.start(DIGEST, [10], 0, 1).strike(stretch(0, 0, 6)).advance([stretch(0, 0, 3)])
     assert ledger.strikes == (stretch(0, 3, 6),)
