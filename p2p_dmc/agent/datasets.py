@@ -404,10 +404,11 @@ class DataService:
         known.changes = self.store.changes(dataset)
         known.version += 1
         self._announce()
-        held = self.store.holdings(dataset)
+        before, held = known.followed, self.store.holdings(dataset)
+        known.followed = held
         for shard in known.verified.keys() - held:
             known.doubt(shard)
-        for shard in held - known.verified.keys():
+        for shard in held - before - known.verified.keys():
             twins = [(self._known[d], at) for d, at in self.store.twins(dataset, shard) if d in self._known]
             stamp = self.store.stamp(dataset, shard) if twins else None
             if stamp is None or any(known.vouched(shard, stamp, *twin) for twin in twins):

@@ -42,7 +42,9 @@ class Known:
     """Grows whenever what is held here, or what is known of it, changes; also over what was known of it before."""
     lost_said_s: float = 0.0
     changes: int | None = None
-    """Of the store, when this was last compared with it."""
+    """Of the store, when this was last compared with it,"""
+    followed: frozenset[int] = frozenset()
+    """and what was held then."""
 
     def place(self, peers: tuple[StoringPeer, ...]) -> bool:
         """Place the shards on these peers; False where they are already."""

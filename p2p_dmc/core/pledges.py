@@ -95,6 +95,13 @@ class Pledges:
             if peer_id in ask.of:
                 self.withdraw(key)
 
+    def lost(self, peer_id: str, dataset: bytes, shards: Iterable[int]) -> None:
+        """A peer says that it has these no more, or has to look at them: what it pledged of them counts no more."""
+        for shard in shards:
+            ask = self._asks.get((dataset, shard))
+            if ask is not None and peer_id in ask.of:
+                self.withdraw((dataset, shard))
+
     def questions(self, again_ms: int, now_ms: int) -> list[Question]:
         """What is to be asked now: all that was not asked yet or was ``again_ms`` ago, and is not answered."""
         due: dict[tuple[str, bytes, int], list[int]] = {}

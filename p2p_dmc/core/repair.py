@@ -95,7 +95,11 @@ class Repair:
             self._duty.follow(plan.ranks_of(self._me), now_ms)
 
     def heard(self, peer_id: str, said: Said) -> None:
+        before = self.others.get(peer_id)
         self.others[peer_id] = said
+        if before is not None and before.copies.verified != said.copies.verified:
+            lost = before.copies.verified.mask() & ~said.copies.verified.mask()
+            self._pledges.lost(peer_id, self._dataset, np.flatnonzero(lost).tolist())
 
     def gone(self, peer_id: str) -> None:
         """A peer went, or lives anew: what it said and pledged is about something that may not be there any more."""

@@ -249,7 +249,7 @@ def test_a_newcomer_gets_the_manifest_and_its_part(
             await net.until(lambda: two.data.manifest(d) is not None)
             assert two.data.by_name("small") == manifest == two.store.manifest(d)
             assert two.data.manifests() == (manifest,) and two.data.by_name("large") is None
-            await net.until(lambda: settled(net, manifest))
+            await net.until(lambda: settled(net, manifest) and two.data.fetching() == 0)
             assert two.data.held(d) == set(range(len(manifest.shards)))  # two peers, two replicas
             for shard in range(len(manifest.shards)):
                 assert two.store.path(d, shard).read_bytes() == store.path(d, shard).read_bytes()

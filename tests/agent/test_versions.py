@@ -44,11 +44,13 @@ def test_peers_hold_both_versions_and_fetch_what_is_new(
         async with net_of() as net:
             one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
             await net.until(lambda: two.store.datasets() and two.data.held(first.digest) == shards)
+            await net.until(lambda: two.data.fetching() == 0)
             fetched = len(two.events("fetched"))
             second = appended(tmp_path, store)
             one.data.add(second)
             added = len(second.shards) - len(first.shards)
             await net.until(lambda: len(two.data.held(second.digest)) == len(second.shards))
+            await net.until(lambda: two.data.fetching() == 0)
             assert len(two.events("fetched")) == fetched + added
             assert two.data.held(first.digest) == shards and two.data.conflict is None
             for i in shards:
@@ -201,6 +203,7 @@ def test_who_meets_two_versions_at_once_fetches_what_they_share_once(
             for version in (first, second):
                 await net.until(lambda d=version.digest: two.data.under_replicated(d) == 0)
                 await net.until(lambda d=version.digest: one.data.under_replicated(d) == 0)
+            await net.until(lambda: two.data.fetching() == 0)
             assert len(two.events("fetched")) == len(second.shards)
             for i in range(len(first.shards)):
                 assert os.path.samefile(two.store.path(first.digest, i), two.store.path(second.digest, i))

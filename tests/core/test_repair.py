@@ -7,7 +7,11 @@ from collections import Counter
 
 import pytest
 
-from p2p_dmc.core.placement import moves, placement
+from p2p_dmc.core.placement import StoringPeer, moves, placement
+from p2p_dmc.core.pledges import Pledges
+from p2p_dmc.core.repair import Repair, Said
+from p2p_dmc.core.replication import Copies, Plan
+from p2p_dmc.core.shard_set import ShardSet
 from tests.core.repair_network import FRESH_MS, SETTINGS, TICK_MS, Network, Peer, Rules, digest
 
 
@@ -252,3 +256,30 @@ def test_a_seeder_whose_only_peer_crashed_with_the_copy_stays() -> None:
     net.begin(net.peers["p00"])
     net.run(20_000)
     assert seeder.repair.may_leave() and len(net.peers["p00"].disk) == 4
+
+
+def test_a_pledge_counts_no_more_once_its_copy_is_said_to_be_lost() -> None:
+    me, keepers = "a", ("b", "c")
+    placed = placement([digest(0)], [StoringPeer(peer_id=p) for p in keepers], 2)
+    has, nothing = (
+        Copies(verified=ShardSet.of(s, 1), unverified=ShardSet.of([], 1), full=False) for s in ([0], [])
+    )
+    pledges = Pledges(100)
+    repair = Repair(me=me, dataset=bytes(16), shards=1, replicas=2, pledges=pledges, settings=SETTINGS)
+    for peer_id in keepers:
+        repair.heard(peer_id, Said(copies=has, placement=placed.digest()))
+    repair.follow(Plan(placed, {}), 0)
+    now_ms = SETTINGS.drop_still_ms
+    repair.give_up(has, lambda shard: False, now_ms)
+    [number] = {question.number for question in pledges.questions(1000, now_ms)}
+    pledges.pledged("b", bytes(16), number, [0])
+    repair.heard("b", Said(copies=nothing, placement=placed.digest(), version=1))
+    pledges.pledged("c", bytes(16), number, [0])
+    repair.give_up(has, lambda shard: False, now_ms)
+    assert repair.may_drop() == []
+    repair.heard("b", Said(copies=has, placement=placed.digest(), version=2))
+    repair.give_up(has, lambda shard: False, now_ms)
+    [number] = {question.number for question in pledges.questions(1000, now_ms)}
+    for peer_id in keepers:
+        pledges.pledged(peer_id, bytes(16), number, [0])
+    assert repair.may_drop() == [0]
