@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_STRIKES = 64
 MAX_BYTES = 1 << 17
-"""Of all strikes that others told of: they have to fit this peer's next proposal."""
+"""Of all strikes together: they have to fit this peer's next proposal."""
 
 
 class TrainerDesk:
@@ -136,6 +136,8 @@ class TrainerDesk:
                     stretches=tuple((s.shard, s.lo, s.hi) for s in unordered(hand.braids)),
                 )
             )
+            while len(self.strikes) > MAX_STRIKES or len(encode_strikes(self.strikes)) > MAX_BYTES:
+                self.strikes.pop(0)
         self._run.withdraw(reason)
 
     def learn_strikes(self, strikes: tuple[Strike, ...]) -> None:

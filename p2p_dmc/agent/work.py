@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from p2p_dmc.core.agreement_messages import Lineage, StateRef, View
+from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, Lineage, StateRef, View
 from p2p_dmc.core.assignment import Assignment, assign, granted
 from p2p_dmc.core.braids import Braid, in_turn, part, size
 from p2p_dmc.core.ledger import Ledger, Stretch, common
@@ -23,6 +24,9 @@ from p2p_dmc.wire import codec
 
 PlainBraid = tuple[tuple[int, int, int], ...]
 """Stretches of one length that are consumed in turn, (shard, lo, hi) each, in epoch order."""
+
+MOST_IN_HAND = 1 << 15
+"""Stretches that a trainer has in hand at most: a proposal has room for them beside two bitmaps of a million shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ def encode_payload(payload: ProposalPayload) -> bytes:
 
 
 def decode_payload(data: bytes) -> ProposalPayload:
-    return codec.unpack_value(ProposalPayload, data, 1 << 20)
+    return codec.unpack_value(ProposalPayload, data, PAYLOAD_MAX_BYTES)
 
 
 def encode_strikes(strikes: Sequence[Strike]) -> bytes:
@@ -327,9 +331,14 @@ class Work:
         return braids
 
     def peek(self, samples: int) -> tuple[Braid, ...]:
-        """What the next lease of so many samples would hand out."""
+        """What the next lease of so many samples would hand out: nothing while too many stretches are in hand."""
         end = min(self.leased + samples, self.assignment.length(self.me))
-        return self.assignment.consumed(self.me, self.leased, end) if end > self.leased else ()
+        if end <= self.leased:
+            return ()
+        braids = self.assignment.consumed(self.me, self.leased, end)
+        room = MOST_IN_HAND - sum(map(len, self.claims()))
+        fitting = sum(used <= room for used in accumulate(map(len, braids)))
+        return braids[:fitting]
 
     def claims(self) -> tuple[Braid, ...]:
         """Leased, not counted."""

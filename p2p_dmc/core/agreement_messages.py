@@ -24,7 +24,7 @@ NUMBER_MAX = 2**62
 MEMBERS_MAX = 4096
 PENDING_MAX = 8192
 REPLACED_MAX = 8
-PAYLOAD_MAX_BYTES = 256 * 1024
+PAYLOAD_MAX_BYTES = 1 << 20
 
 
 def _require(condition: bool, what: str) -> None:

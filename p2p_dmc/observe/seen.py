@@ -135,7 +135,7 @@ def _counted(course: Course, line: Line) -> tuple[tuple[Braid, ...], ...]:
     voting = tuple(member in course.view.voters for member in course.view.members)
     headers = tuple(_header(line, *said) for said in line["said"])
     result = BarrierResult(headers=headers, voting=voting)
-    course.work.lease(course.work.assignment.length(0))  # nobody leases here
+    course.work.leased = course.work.assignment.length(0)  # nobody leases here
     outcome = course.outcome(result)
     course.take(result, outcome)
     return outcome.counted

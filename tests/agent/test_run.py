@@ -17,9 +17,10 @@ from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import Held, SlotPool
+from p2p_dmc.agent.trainer_desk import MAX_BYTES
 from p2p_dmc.agent.training import Training
 from p2p_dmc.agent.view_opening import out_of_date
-from p2p_dmc.agent.work import Strike, Work, encode_strikes
+from p2p_dmc.agent.work import Hand, Strike, Work, encode_strikes
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
@@ -196,6 +197,20 @@ def test_strikes_that_others_tell_of_fit_a_proposal(tmp_path: Path) -> None:
         stretches = tuple((shard, 0, 1 << 40) for shard in range(2000))
         desk.learn_strikes((Strike(victim="a:1", view_epoch=1, death=death, epoch=0, stretches=stretches),))
     assert 0 < len(encode_strikes(desk.strikes)) < PAYLOAD_MAX_BYTES // 2 + 1
+
+
+@pytest.mark.parametrize("shards", [1, 3000])
+def test_deaths_of_its_own_trainer_fit_a_proposal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    run = run_of(surroundings(tmp_path))
+    in_hand = tuple((Stretch(shard=shard, lo=0, hi=1 << 40),) for shard in range(shards))
+    monkeypatch.setattr(run.views, "hand", lambda: Hand(0, 0, in_hand))
+    for _ in range(100):
+        run.desk.up = True
+        run.desk.lost("killed", in_hand=True)
+    assert run.desk.strikes[-1].death == 100
+    assert len(run.desk.strikes) <= 64 and len(encode_strikes(run.desk.strikes)) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

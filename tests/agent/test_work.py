@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_dmc.agent.takeovers import Takeover, takeovers
+from p2p_dmc.agent.trainer_desk import MAX_BYTES
 from p2p_dmc.agent.view_opening import local_mode
 from p2p_dmc.agent.work import (
+    MOST_IN_HAND,
     InFlight,
     PlainBraid,
     ProposalPayload,
@@ -34,7 +36,7 @@ from p2p_dmc.agent.work import (
     unreachable,
     valid_claims,
 )
-from p2p_dmc.core.agreement_messages import StateRef, View
+from p2p_dmc.core.agreement_messages import PAYLOAD_MAX_BYTES, StateRef, View
 from p2p_dmc.core.assignment import Assignment
 from p2p_dmc.core.braids import Braid, in_turn, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
@@ -212,6 +214,32 @@ def test_leases_follow_the_list_and_end_with_it() -> None:
     assert samples(work.lease(100)) == whole[6:]
     assert work.lease(1) == work.peek(1) == ()
     assert samples(work.claims()) == whole
+
+
+def test_no_more_stretches_are_leased_than_a_proposal_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_dmc.agent.work.MOST_IN_HAND", 20)
+    counts = (1,) * 40
+    view = view_of([payload(range(40), 40)])
+    work = Work.for_view(view, 0, ledger(counts), keep_leases=False)
+    handed_out: list[tuple[int, int]] = []
+    while work.left:
+        leased = samples(work.lease(100))
+        assert 0 < len(leased) <= 20 and work.lease(100) == ()
+        handed_out += leased
+        one_stays = work.cursors[0] == 0
+        work.advance([work.leased - work.cursors[0] - one_stays])
+    assert len(handed_out) == len(set(handed_out)) == 40
+
+
+def test_the_most_that_a_member_may_have_to_say_fits_a_proposal() -> None:
+    many = 1 << 20
+    full = payload(
+        range(many),
+        many,
+        claims=(((many, 1 << 24, 1 << 24),),) * MOST_IN_HAND,
+        strikes=(Strike(victim="a" * 40, view_epoch=1 << 40, death=1, epoch=0, stretches=((1, 0, 1),)),),
+    )
+    assert len(encode_payload(full)) + MAX_BYTES <= PAYLOAD_MAX_BYTES
 
 
 def test_what_a_round_counted_is_claimed_no_more() -> None:
