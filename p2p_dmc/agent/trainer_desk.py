@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.entering import others
-from p2p_dmc.agent.work import Strike, encode_strikes
+from p2p_dmc.agent.work import MAX_STRIKES, Strike, encode_strikes
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.braids import unordered
@@ -19,7 +19,6 @@ from p2p_dmc.wire import trainer_messages as local
 if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
-MAX_STRIKES = 64
 MAX_BYTES = 1 << 17
 """Of all strikes together: they have to fit this peer's next proposal."""
 

@@ -25,6 +25,8 @@ from p2p_dmc.wire import codec
 PlainBraid = tuple[tuple[int, int, int], ...]
 """Stretches of one length that are consumed in turn, (shard, lo, hi) each, in epoch order."""
 
+MAX_STRIKES = 64
+"""That one member knows of; a view's members bring theirs into its ledger."""
 MOST_IN_HAND = 1 << 15
 """Stretches that a trainer has in hand at most: a proposal has room for them beside two bitmaps of a million shards."""
 
@@ -88,6 +90,8 @@ def check_payload(data: bytes, shards: int | None) -> None:
     payload = decode_payload(data)
     if min(payload.speed, payload.view_epoch, payload.epoch, payload.part) < 0:
         raise RemoteProtocolError("a payload's number is negative")
+    if len(payload.strikes) > MAX_STRIKES:
+        raise RemoteProtocolError(f"{len(payload.strikes)} strikes, at most {MAX_STRIKES}")
     if any(len({hi - lo for _, lo, hi in braid}) != 1 for braid in payload.claims):
         raise RemoteProtocolError("a claim's stretches are of different lengths")
     if shards is not None:

@@ -547,8 +547,9 @@ def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said(
         full=False,
         strikes=(),
     )
+    strike = Strike(victim="a:1", view_epoch=1, death=1, epoch=0, stretches=((0, 0, 1),))
     check_payload(encode_payload(good), 8)
-    check_payload(encode_payload(good), None)
+    check_payload(encode_payload(replace(good, strikes=(strike,) * 64)), None)
     uneven = (((0, 0, 2), (1, 0, 3)),)
     for bad in (
         replace(good, speed=-1),
@@ -556,6 +557,7 @@ def test_a_payload_that_no_view_could_be_opened_with_is_refused_when_it_is_said(
         replace(good, reachable=b"\xff\xff"),
         replace(good, claims=uneven),
         replace(good, claims=((),)),
+        replace(good, strikes=(strike,) * 65),
     ):
         with pytest.raises(RemoteProtocolError):
             check_payload(encode_payload(bad), 8)
