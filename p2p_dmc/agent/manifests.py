@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -58,7 +59,9 @@ class Manifests:
                 if total > MAX_MANIFEST_BYTES:
                     raise RemoteProtocolError(f"a manifest of {total} bytes")
                 parts.append(bytes(data))
-            manifest = Manifest.from_bytes(b"".join(parts))
+            manifest = await asyncio.to_thread(
+                Manifest.from_bytes, b"".join(parts)
+            )  # of many shards it takes seconds
             if manifest.digest != said.dataset:
                 raise RemoteProtocolError("another manifest than was asked for")
             then(sender, said, manifest)

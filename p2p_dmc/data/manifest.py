@@ -153,7 +153,11 @@ class Manifest:
         return sum(self.shard_sizes)
 
     def to_bytes(self) -> bytes:
-        """The one canonical encoding."""
+        """The one canonical encoding, made once: whoever comes asks for it in ranges."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         values = (
             *(self.version, self.name, self.mode, self.replicas, self.seed, self.generation),
             *(self.origin, self.parent, join_names(self.fields), join_names(self.classes)),

@@ -16,11 +16,10 @@ import zmq.asyncio
 
 from p2p_dmc.agent import datasets as datasets_module
 from p2p_dmc.agent import fetching as fetching_module
-from p2p_dmc.agent import spreading
+from p2p_dmc.agent import repairing, spreading
 from p2p_dmc.agent.bulk import BulkClient, BulkServer
 from p2p_dmc.agent.datasets import DataService
 from p2p_dmc.agent.manifests import MOST as MOST_MANIFESTS
-from p2p_dmc.agent.repairing import AT_ONCE
 from p2p_dmc.agent.work import bitmap
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord, MemberState
@@ -1048,6 +1047,7 @@ def test_what_was_said_before_does_not_take_the_place_of_what_was_said_after(
             one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
             await net.until(lambda: two.data.manifest(d) is not None)
             before = two.data.announcement(d)
+            await net.until(lambda: two.id in one.data.copies(d))
             await net.until(
                 lambda: (
                     one.data.copies(d)[two.id].verified
@@ -1137,10 +1137,11 @@ def test_shards_that_nobody_gives_hold_up_no_others(
 ) -> None:
     monkeypatch.setattr(fetching_module, "AGAIN_S", 0.1)
     monkeypatch.setattr(fetching_module, "AGAIN_MOST_S", 0.2)
+    monkeypatch.setattr(repairing, "AT_ONCE", at_once := 6)
     store = Store(tmp_path / "seed")
-    manifest = seed_tree(small_tree(tmp_path / "tree", folders=10, samples=12), store, max_shard_size=2000)
+    manifest = seed_tree(small_tree(tmp_path / "tree", folders=2, samples=8), store, max_shard_size=2000)
     d, shards = manifest.digest, set(range(len(manifest.shards)))
-    assert len(shards) > AT_ONCE + 20
+    assert len(shards) > at_once + 6
 
     async def work() -> None:
         async with net_of() as net:
@@ -1148,12 +1149,12 @@ def test_shards_that_nobody_gives_hold_up_no_others(
             first: dict[int, None] = {}
 
             async def answer(request: BulkRequest) -> tuple[int, bytes] | None:
-                if len(first) < AT_ONCE:
+                if len(first) < at_once:
                     first[request.part] = None
                 return None if request.part in first else await one.data.provide_shard(request)
 
             one.server.provide(BulkKind.SHARD, answer)
-            await net.until(lambda: len(two.data.held(d)) == len(shards) - AT_ONCE)
+            await net.until(lambda: len(two.data.held(d)) == len(shards) - at_once)
             assert two.data.held(d) == shards - set(first)
             await net.until(lambda: all(two.store.begun(d, shard) is None for shard in shards))
             one.server.provide(BulkKind.SHARD, one.data.provide_shard)

@@ -58,6 +58,11 @@ def test_the_bytes_are_msgpack_and_the_digest_is_theirs() -> None:
     assert Manifest.from_bytes(data).digest == example().digest == content_digest(data)
 
 
+def test_whoever_asks_for_ranges_has_it_encoded_once() -> None:
+    manifest = example()
+    assert manifest.to_bytes() is manifest.to_bytes()
+
+
 def test_bytes_are_pinned() -> None:
     assert example().digest.hex() == "6746570afc457c083e6963e00f7e0795"
 
