@@ -136,7 +136,9 @@ class Narrator:
         return [f"no checkpoint was written ({short(line['reason'])})"]
 
     def _bad_shard(self, line: Line) -> list[str]:
-        return [f"shard {line['shard'][:12]} arrived damaged from {self.name(line['source'])}; another peer is asked"]
+        return [
+            f"shard {line['shard'][:12]} arrived damaged from {self.name(line['source'])}; another peer is asked"
+        ]
 
     def _fault(self, line: Line) -> list[str]:
         return [f"internal fault ({short(line['reason'])}); see agent.log"]

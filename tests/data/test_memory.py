@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -32,7 +34,7 @@ with store.spool_folder() as spool_folder, Spool(spool_folder) as spool:
 assert len(manifest) == count
 del plan, found
 manifest = Manifest.from_bytes(manifest.to_bytes())  # as the peers have it
-with SampleReader() as reader:
+with SampleReader(max_open=2) as reader:  # it keeps the indexes of the shards that it has open
     for shard in range(len(manifest.shards)):
         assert reader.read(store.path(manifest.digest, shard), manifest, shard, 0)["json"]
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
@@ -48,6 +50,7 @@ def peak_bytes(folder: Path, count: int) -> int:
     return int(done.stdout) << 10
 
 
+@pytest.mark.long
 def test_ten_times_the_samples_in_the_same_memory(tmp_path: Path) -> None:
     """450 000 samples more; at 24 bytes for each, less than a key and an offset, it would fail."""
     few, many = peak_bytes(tmp_path / "few", 50_000), peak_bytes(tmp_path / "many", 500_000)

@@ -1,4 +1,4 @@
-"""Agreement, or what claims are honoured, with one rule left out, to show that the rule is needed and that the tests see it missing."""
+"""Agreement, or what claims are honoured, with one rule left out: the tests have to see it missing."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_ctrl_c_while_shards_are_written(cluster: Cluster, tmp_path: Path) -> No
         file.truncate(2 << 30)
     peer = cluster.peer("seed")
     peer.start(["seed-dataset", str(big), "--home", str(peer.home), "--listen", ANY_PORT])
-    cluster.wait(lambda: list(peer.home.glob("store/*/shards/next")), "a shard is being written")
+    cluster.wait(lambda: list(peer.home.glob("store/*/shards/next-*")), "a shard is being written")
     peer.interrupt()
     cluster.ended([peer], code=130)
     assert "Traceback" not in peer.said() and list((peer.home / "store").iterdir()) == []

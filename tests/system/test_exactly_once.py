@@ -90,6 +90,7 @@ def test_an_epoch_is_the_same_samples_however_many_peers_train(
         recomputed(seed, peers)
 
 
+@pytest.mark.long
 def test_an_epoch_is_the_same_samples_when_peers_come_die_and_stop(cluster: Cluster, data: Path) -> None:
     """One of two is killed in the first epoch, another joins; then all are stopped and go on."""
     seed = cluster.seed(data, "--name", "tiny", "--replicas", "4")

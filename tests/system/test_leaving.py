@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from p2p_dmc.observe.phases import give
 from tests.system.cluster import Cluster, Peer
 from tests.system.scenario import (
@@ -77,6 +79,7 @@ def start_unequal(cluster: Cluster, seed: Peer, *, quick: str) -> list[Peer]:
     return peers
 
 
+@pytest.mark.long
 def test_one_that_is_killed_while_it_puts_a_farewell_off_has_lost_nothing(
     cluster: Cluster, data: Path
 ) -> None:

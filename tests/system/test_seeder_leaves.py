@@ -7,6 +7,8 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from p2p_dmc.data.store import Store
 from tests.system.cluster import ANY_PORT, Cluster, Peer, signal_all
 from tests.system.commands import facts
@@ -47,6 +49,7 @@ def test_when_the_seeder_exits_all_copies_are_on_the_others_disks(cluster: Clust
     assert len(found) == shards > 3 and min(found.values()) >= 2
 
 
+@pytest.mark.long
 def test_a_seeder_stays_while_one_of_those_it_relied_on_is_gone(cluster: Cluster, data: Path) -> None:
     """It needs two peers that stay; one of the two is killed as it copies, and comes back with an empty disk."""
     seed = cluster.seed(data, "--peer-name", "seed", "--replicas", "2", "--leave-when-replicated")

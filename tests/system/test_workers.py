@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.system.checks import check_finished
 from tests.system.cluster import Cluster, Peer, keys
@@ -25,6 +26,7 @@ def printed(peer: Peer) -> str:
     return peer.log("out").read_text(errors="replace")
 
 
+@pytest.mark.long
 def test_who_skipped_is_killed_and_its_samples_are_skipped_by_others(cluster: Cluster, data: Path) -> None:
     """Each of them once in each epoch, whoever came upon it; and everything else counts once."""
     broken = sorted(keys(data))[::20]
@@ -73,6 +75,7 @@ def test_a_sample_that_kills_workers_is_quarantined(cluster: Cluster, data: Path
     assert poison in {key for p in peers for line in p.events("given_up") for key in line["keys"]}
 
 
+@pytest.mark.long
 def test_workers_end_with_their_trainer(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, NAMES[:2], script=["--workers", str(WORKERS)])
