@@ -29,9 +29,8 @@ def three_hosts(root: Path) -> tuple[Hosts, list[Peer]]:
     return hosts, hosts.peers
 
 
-@pytest.mark.parametrize(
-    "exactly", [True, pytest.param(False, marks=pytest.mark.long)], ids=["as it begins", "meanwhile"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("exactly", [True, False], ids=["as it begins", "meanwhile"])
 def test_whoever_is_killed_in_standing_aside_holds_nobody_up(tmp_path: Path, exactly: bool) -> None:
     """Of the two that do not hear each other the greater one gives way, so the lesser and the third go on."""
     if not ALLOWED:

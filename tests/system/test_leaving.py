@@ -43,6 +43,7 @@ def test_the_last_one_leaves_and_goes_on_where_it_was(cluster: Cluster, data: Pa
     finish(cluster, [peer])
 
 
+@pytest.mark.long
 def test_one_that_is_killed_while_it_leaves_is_not_waited_for(cluster: Cluster, data: Path) -> None:
     """It has said its header and not its farewell: the others go into a reduction that it does not come to."""
     seed = cluster.seed(data, "--name", "tiny")
