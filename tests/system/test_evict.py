@@ -58,6 +58,7 @@ def come_back(cluster: Cluster, peer: Peer, how: str) -> None:
         cluster.restart(peer)
 
 
+@pytest.mark.long
 def test_after_a_power_cut_one_that_stays_away_is_evicted(cluster: Cluster, data: Path) -> None:
     """Nobody remembers the last view then, so all its peers are needed; of three one does not come back in time."""
     seed = cluster.seed(data, "--name", "tiny", "--peer-name", "seed")

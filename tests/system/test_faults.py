@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from p2p_dmc.agent.client import ask
 from tests.system.cluster import Cluster, Peer
 from tests.system.scenario import (
@@ -26,6 +28,7 @@ from tests.system.scenario import (
 STOPPED_S = 6.0
 
 
+@pytest.mark.long
 def test_the_first_of_four_is_killed_and_comes_back(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, NAMES)

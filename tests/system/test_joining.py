@@ -122,6 +122,7 @@ def test_a_founder_alone_goes_on_when_its_joiner_does_not(cluster: Cluster, data
     finish(cluster, [founder, joiner])
 
 
+@pytest.mark.long
 def test_four_join_at_once(cluster: Cluster, data: Path) -> None:
     """Two views are the least: they learn, then they vote. A round ends between any two requests at most once,
 

@@ -11,6 +11,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from p2p_dmc.agent.client import ask
 from tests.system.checks import RUN
 from tests.system.cluster import Cluster, Peer
@@ -54,6 +56,7 @@ def first_view(peer: Peer, after: float) -> dict[str, Any]:
 # -- stopped ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_any_two_of_three_go_on_where_they_were_stopped(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """Each pair from a copy of the same homes, from the same round with the same state; the third comes later."""
     peers = three(cluster, data)

@@ -124,8 +124,17 @@ class Trainer:
 
 def workers(pid: int | None = None) -> list[int]:
     """Process ids of a process's torch workers."""
-    children = psutil.Process(pid).children(recursive=True)
+    children = [c for c in psutil.Process(pid).children(recursive=True) if c.pid not in _EARLIER]
     return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE and not _is_tracker(c)]
+
+
+_EARLIER: set[int] = set()
+"""Processes of tests that came before."""
+
+
+def leave_out_earlier() -> None:
+    """What runs now are no workers of this test."""
+    _EARLIER.update(workers())
 
 
 def _is_tracker(child: psutil.Process) -> bool:

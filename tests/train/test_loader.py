@@ -20,7 +20,7 @@ from p2p_dmc.train.loader import Loader
 from p2p_dmc.train.source import Source
 from p2p_dmc.wire import trainer_messages as tm
 from tests.train import scripted
-from tests.train.loading import Leader, Note, Trainer, lease_of, number, numbers, workers
+from tests.train.loading import Leader, Note, Trainer, lease_of, leave_out_earlier, number, numbers, workers
 from tests.train.scripted import ScriptedAgent
 
 WORKERS: list[dict[str, Any]] = [
@@ -43,6 +43,7 @@ def note(tmp_path: Path) -> Note:
 
 @pytest.fixture(autouse=True)
 def nobody_stays() -> Any:
+    leave_out_earlier()
     yield
     assert workers() == []
 

@@ -18,7 +18,16 @@ from p2p_dmc.train.loader import Loader
 from p2p_dmc.train.prefetch import WorkerDied
 from p2p_dmc.train.worker_watch import WorkerWatch
 from p2p_dmc.wire import trainer_messages as tm
-from tests.train.loading import Leader, Trainer, gone, number, numbers, shared_memory, workers
+from tests.train.loading import (
+    Leader,
+    Trainer,
+    gone,
+    leave_out_earlier,
+    number,
+    numbers,
+    shared_memory,
+    workers,
+)
 from tests.train.scripted import ScriptedAgent
 
 
@@ -29,6 +38,7 @@ def agent(tmp_path: Path) -> ScriptedAgent:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    leave_out_earlier()
     ours = {os.getpid()}
     started = WorkerWatch.started
 
