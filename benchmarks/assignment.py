@@ -40,7 +40,7 @@ from p2p_dmc.core.braids import unordered
 from p2p_dmc.core.ledger import Ledger, check_exact
 from p2p_dmc.core.pace import local_steps
 from p2p_dmc.observe.audit import audit
-from p2p_dmc.wire.messages import RoundHeader
+from p2p_dmc.observe.seen import header
 
 SCRIPT = Path(__file__).parent / "assignment_kit" / "train_at_speed.py"
 BATCH, TAU = 4, 4
@@ -106,28 +106,6 @@ def view_of(holdings: Sequence[set[int]]) -> View:
     )
 
 
-def header(number: int, samples: int, steps: int, compute_us: int) -> RoundHeader:
-    return RoundHeader(
-        view_epoch=1,
-        view_id=bytes(16),
-        round=number,
-        digest=bytes(16),
-        payload_spec=bytes(16),
-        samples=samples,
-        steps=steps,
-        loss_sum_micro=0,
-        compute_us=compute_us,
-        comm_us=0,
-        wait_us=0,
-        bytes_sent=0,
-        bytes_received=0,
-        finite=True,
-        change=False,
-        closing=False,
-        final=False,
-    )
-
-
 class Model:
     """One view's rounds, in which everybody needs the time that its speed says."""
 
@@ -154,7 +132,7 @@ class Model:
                 steps = min(steps, int(limit_us * speed / BATCH / 1e6) + 1)
             samples = min(left, steps * BATCH)
             taken.append(-(-samples // BATCH) * BATCH / speed * 1e6)
-            headers.append(header(number, samples, -(-samples // BATCH), int(taken[-1])))
+            headers.append(header(1, number, samples, -(-samples // BATCH), int(taken[-1])))
         work.lease(headers[0].samples)
         result = BarrierResult(headers=tuple(headers), voting=(True,) * len(headers))
         outcome = course.outcome(result)

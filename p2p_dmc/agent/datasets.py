@@ -12,10 +12,10 @@ from p2p_dmc.agent.known import DataWatch, Known
 from p2p_dmc.agent.presence import present, storing
 from p2p_dmc.agent.repairing import Repairing
 from p2p_dmc.agent.scrub import Scrub
-from p2p_dmc.agent.spreading import Key
 from p2p_dmc.config import AgentSettings, format_size
 from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.placement import Placement
+from p2p_dmc.core.pledges import Key
 from p2p_dmc.core.repair import Said
 from p2p_dmc.core.replication import Copies, Tally
 from p2p_dmc.core.shard_set import ShardSet, union

@@ -20,10 +20,11 @@ from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSi
 from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.manifests import Manifests
 from p2p_dmc.agent.serving import Parts, Serving
-from p2p_dmc.agent.spreading import Ask, Key, ShardPlan, Spreading
+from p2p_dmc.agent.spreading import Ask, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.membership import MemberRecord
+from p2p_dmc.core.pledges import Key
 from p2p_dmc.data.partial import PartialShard
 from p2p_dmc.data.store import Store, StoreFull
 from p2p_dmc.errors import RemoteProtocolError, UserError

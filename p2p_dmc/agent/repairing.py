@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from itertools import islice
 
 from p2p_dmc.agent.fetching import Fetching
@@ -142,12 +143,15 @@ class Repairing:
             if self.leaves:
                 repair.leave(now_ms)
                 continue
-            repair.give_up(own, lambda shard, dataset=dataset: (dataset, shard) in self._in_use, now_ms)  # type: ignore[misc]
+            repair.give_up(own, partial(self._is_in_use, dataset), now_ms)
             for shard in repair.may_drop():
                 self._drop(known, shard)
         for question in self._pledges.questions(self._settings.pledge_again_ms, now_ms):
             asked = PledgeAsked(dataset=question.dataset, number=question.number, shards=question.shards)
             self._send(question.peer_id, asked, "")
+
+    def _is_in_use(self, dataset: bytes, shard: int) -> bool:
+        return (dataset, shard) in self._in_use
 
     def _drop(self, known: Known, shard: int) -> None:
         dataset = known.manifest.digest

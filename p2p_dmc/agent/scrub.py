@@ -21,13 +21,13 @@ import numpy as np
 from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
+from p2p_dmc.core.pledges import Key
 from p2p_dmc.data.disk import write_durably
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.journal import Journal
 
 log = logging.getLogger("p2p_dmc.data")
-Key = tuple[bytes, int]
 RECORD_NAME = "verified.u4"
 SAVE_S = 60.0
 AGAIN_S = 1.0
@@ -88,7 +88,7 @@ class Scrub:
         self._records: dict[bytes, ScrubRecord] = {}
         self._asked: dict[Key, None] = {}  # in the order of asking
         self._unlooked: list[Key] = []  # to be verified in this life, oldest last
-        self._listed: dict[bytes, int] = {}
+        self._listed: set[bytes] = set()
         self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
         self._thread = ThreadPoolExecutor(1, "dmc-scrub", initializer=_lowest_priority)
         self._running: asyncio.Task[None] | None = None
@@ -140,7 +140,7 @@ class Scrub:
                 return key
         for dataset, known in self._known.items():
             if dataset not in self._listed:
-                self._listed[dataset] = 1
+                self._listed.add(dataset)
                 self._list(dataset, known)
         while self._unlooked:
             key = self._unlooked.pop()

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from p2p_dmc.agent.known import Known
-from p2p_dmc.agent.spreading import Key
+from p2p_dmc.core.pledges import Key
 from p2p_dmc.data.store import ShardMissing, Store
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkRequest

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Key = tuple[bytes, int]  # data set digest, shard index
+from p2p_dmc.core.pledges import Key
 
 WINDOW_START_BYTES, WINDOW_MOST_BYTES = 256 << 10, 4 << 20
 QUICK_S, SLOW_S = 0.1, 0.4

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import accumulate
 
 from p2p_dmc.data.found import Samples, Scan, ScannedSample, key_of
 from p2p_dmc.data.index import SampleEntry, ShardIndex, decode_key
@@ -68,8 +69,8 @@ def _base(store: Store, name: str, mode: Mode | None, progress: Progress) -> Man
         )
     if mode is not None and mode != base.mode:
         raise UserError(f"--mode {mode}: {name!r} was made with --mode {base.mode}; leave the option out")
-    for index in range(len(base.shards)):
-        progress(sum(base.shard_sizes[:index]), 2 * base.total_bytes)
+    for index, before_bytes in enumerate(_before_each(base)):
+        progress(before_bytes, 2 * base.total_bytes)
         if not store.verify(base.digest, index):
             missing = len(base.shards) - len(store.holdings(base.digest))
             raise UserError(
@@ -143,7 +144,7 @@ def _places(base: Manifest, store: Store) -> Iterator[bytes]:
 
 def _refuse_changed(scan: Scan, base: Manifest, store: Store, common: Log, progress: Progress) -> None:
     """Compare the contents, shard by shard, so that each is read from its beginning to its end."""
-    descriptor, index, opened = -1, None, -1
+    descriptor, index, opened, before_bytes = -1, None, -1, _before_each(base)
     with ExitStack() as stack, Sources(scan.stamps) as sources:
         for one in sort_records(common.read(), scan.folder):
             shard, place = _PLACE.unpack_from(one)
@@ -153,7 +154,7 @@ def _refuse_changed(scan: Scan, base: Manifest, store: Store, common: Log, progr
                 descriptor = os.open(store.path(base.digest, shard), os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
                 index = ShardIndex.read(descriptor)
-                progress(base.total_bytes + sum(base.shard_sizes[:shard]), 2 * base.total_bytes)
+                progress(base.total_bytes + before_bytes[shard], 2 * base.total_bytes)
             assert index is not None
             sample = scan.samples.book.decode(one[_PLACE.size :])
             changed = _first_change(sample, index[place], sources, descriptor)
@@ -164,6 +165,11 @@ def _refuse_changed(scan: Scan, base: Manifest, store: Store, common: Log, progr
                 )
         progress(2 * base.total_bytes, 2 * base.total_bytes)
         sources.check()
+
+
+def _before_each(base: Manifest) -> list[int]:
+    """Bytes of the shards before each one."""
+    return [0, *accumulate(base.shard_sizes)][:-1]
 
 
 def _first_change(sample: ScannedSample, entry: SampleEntry, sources: Sources, descriptor: int) -> str | None:

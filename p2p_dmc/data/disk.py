@@ -7,8 +7,8 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from p2p_dmc.data.manifest import DIGEST_BYTES
 from p2p_dmc.errors import UserError
@@ -73,11 +73,11 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def file_digest(file: BinaryIO) -> bytes:
+def file_digest(file: BufferedIOBase | RawIOBase) -> bytes:
     """BLAKE2b-128 of a file from its beginning, in pieces."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     buffer = memoryview(bytearray(PIECE_BYTES))  # one for all pieces: new memory costs as much as the copying
     file.seek(0)
-    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+    while count := file.readinto(buffer):
         state.update(buffer[:count])
     return state.digest()

@@ -133,7 +133,7 @@ def _opened(view: View, ledger: Ledger, *, skip_lost: bool) -> Course:
 def _counted(course: Course, line: Line) -> tuple[tuple[Braid, ...], ...]:
     """What the round counts of each member; the course moves on."""
     voting = tuple(member in course.view.voters for member in course.view.members)
-    headers = tuple(_header(line, *said) for said in line["said"])
+    headers = tuple(header(line["view_epoch"], line["round"], *said) for said in line["said"])
     result = BarrierResult(headers=headers, voting=voting)
     course.work.leased = course.work.assignment.length(0)  # nobody leases here
     outcome = course.outcome(result)
@@ -141,13 +141,20 @@ def _counted(course: Course, line: Line) -> tuple[tuple[Braid, ...], ...]:
     return outcome.counted
 
 
-def _header(
-    line: Line, samples: int, steps: int, compute_us: int, finite: bool, skipped: Sequence[Sequence[int]]
+def header(
+    view_epoch: int,
+    number: int,
+    samples: int,
+    steps: int,
+    compute_us: int,
+    finite: bool = True,
+    skipped: Sequence[Sequence[int]] = (),
 ) -> RoundHeader:
+    """Of a round, as far as it decides who trains on what; the rest of it is empty."""
     return RoundHeader(
-        view_epoch=line["view_epoch"],
+        view_epoch=view_epoch,
         view_id=NOBODY,
-        round=line["round"],
+        round=number,
         digest=NOBODY,
         payload_spec=NOBODY,
         samples=samples,

@@ -24,6 +24,9 @@ from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.source import Outcome, Source, WorkerStart, add_note
 from p2p_dmc.train.worker_watch import WorkerWatch
 
+DEATH_S = 1.0
+"""What a worker has made is fetched from it, so its death may show as a broken connection before it is over."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
@@ -95,7 +98,7 @@ class Pipe:
             alone = self._alone > 0
             try:
                 return self._next(list(plan)[:1] if alone else plan)
-            except RuntimeError as error:
+            except Exception as error:
                 how = self._last_death
                 if how is None:
                     if self.depth:
@@ -107,6 +110,17 @@ class Pipe:
 
     def _next(self, plan: Sequence[Batch]) -> Outcome:
         self._agree(plan)
+        try:
+            outcome = self._wait()
+        except BaseException:  # an interrupt, too, leaves no worker behind
+            self._last_death = self._watch.dead(DEATH_S)
+            self.close()
+            raise
+        self._alone = max(0, self._alone - 1)
+        return outcome
+
+    def _wait(self) -> Outcome:
+        """For the next batch that is wanted; a worker's death may be raised meanwhile."""
         self._watch.waiting = True
         try:
             if self._returned is None:
@@ -115,13 +129,7 @@ class Pipe:
                 outcome = next(self._returned)
                 if self._asked.popleft() is not None:
                     assert outcome is not None
-                    self._alone = max(0, self._alone - 1)
                     return outcome
-        except BaseException:
-            self._last_death = self._watch.dead()
-            self._watch.waiting = False
-            self.close()
-            raise
         finally:
             self._watch.waiting = False
 

@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
@@ -46,8 +47,16 @@ class WorkerWatch:
             signal.signal(signal.SIGCHLD, self._theirs)
         self._theirs, self._workers, self.alarm = None, [], False
 
-    def dead(self) -> int | None:
-        """How the first one that died ended: an exit code, or minus a signal's number; None while all live."""
+    def dead(self, patience_s: float = 0.0) -> int | None:
+        """How the first one that died ended: an exit code, or minus a signal's number; None while all live.
+
+        Waits so long for one to die.
+        """
+        if patience_s and self._workers:
+            ending = wait([worker.sentinel for worker in self._workers], patience_s)
+            for worker in self._workers:
+                if worker.sentinel in ending:  # its end is near, and not yet to be asked for
+                    worker.join(patience_s)
         codes = [worker.exitcode for worker in self._workers]
         return next((code for code in codes if code), None)
 

@@ -14,8 +14,9 @@ import pytest
 
 from p2p_dmc.agent import scrub as scrub_module
 from p2p_dmc.agent.known import Known
-from p2p_dmc.agent.scrub import RECORD_NAME, Key, Scrub, ScrubRecord
+from p2p_dmc.agent.scrub import RECORD_NAME, Scrub, ScrubRecord
 from p2p_dmc.config import AgentSettings
+from p2p_dmc.core.pledges import Key
 from p2p_dmc.data import disk
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store

@@ -133,8 +133,9 @@ _EARLIER: set[int] = set()
 
 
 def leave_out_earlier() -> None:
-    """What runs now are no workers of this test."""
+    """What runs now are no workers of this test, and what shared memory there is is not theirs."""
     _EARLIER.update(workers())
+    _EARLIER_MEMORY.update(os.listdir("/dev/shm"))
 
 
 def _is_tracker(child: psutil.Process) -> bool:
@@ -146,10 +147,7 @@ def _is_tracker(child: psutil.Process) -> bool:
 
 def gone(pids: list[int], patience_s: float = 20.0) -> bool:
     """Whether these processes end in time."""
-    deadline = time.monotonic() + patience_s
-    while any(map(_lives, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(_lives, pids))
+    return comes(lambda: not any(map(_lives, pids)), patience_s)
 
 
 def _lives(pid: int) -> bool:
@@ -162,7 +160,19 @@ def _lives(pid: int) -> bool:
 def shared_memory(pids: set[int]) -> list[str]:
     """What torch keeps in shared memory for these processes, by name."""
     begin = tuple(f"torch_{pid}_" for pid in pids)
-    return [name for name in os.listdir("/dev/shm") if name.startswith(begin)]
+    names = set(os.listdir("/dev/shm")) - _EARLIER_MEMORY  # other programs' of the same numbers
+    return sorted(name for name in names if name.startswith(begin))
+
+
+_EARLIER_MEMORY: set[str] = set()
+
+
+def comes(condition: Callable[[], object], patience_s: float = 20.0) -> bool:
+    """Whether it becomes true in time."""
+    deadline = time.monotonic() + patience_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
 
 
 class Note:
