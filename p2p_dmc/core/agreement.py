@@ -99,7 +99,7 @@ class Agreement(AgreementMachine):
             return ()
         missed = tuple(attempt.unheard())
         heard_all = any(word.installed and word.sets == attempt.sets for word in attempt.words.values())
-        if not missed or not heard_all or not self._enough_without_me():
+        if not missed or not heard_all or not self._enough_without_me(attempt):
             return ()
         since_ms = max(self._waits_since_ms, *(self._heard_ms.get(peer, 0) for peer in missed))
         first = self.me.peer_id > max(missed)
@@ -350,7 +350,7 @@ class Agreement(AgreementMachine):
         former = GivenUp(history=self._bound_to, pending=tuple(sorted(promised)))
         self._given_up = (former, *self._given_up)[:REPLACED_MAX]
         self._vote_floor = self._n
-        self._attempt, self._last, self._late = None, None, None
+        self._attempt, self._last, self._late, self._first_voters = None, None, None, ()
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._replaced = ()
         self._evicted.clear()

@@ -270,9 +270,8 @@ class AgreementMachine(AgreementState):
         self, attempt: Attempt, words: tuple[Propose, ...], decision: Decision, history: bytes
     ) -> None:
         identity = view_id(words)
-        thin = decision.thin or not history
         view = View(
-            history=minted_history(identity) if thin else history,
+            history=minted_history(identity) if decision.thin or not history else history,
             view_epoch=words[0].n,
             view_id=identity,
             members=tuple(word.sender for word in words),
@@ -299,8 +298,7 @@ class AgreementMachine(AgreementState):
         self._pending = (self._pending - said) | {ref}  # by now all incarnations are known
         self._enter_history(view.history)
         self._last, self.view, self._installed, self._installed_ms = view, view, view, self._now
-        minted = view.history if thin else b""
-        self._word = replace(attempt.words[self.me.peer_id], installed=True, minted=minted)
+        self._word = replace(attempt.words[self.me.peer_id], installed=True, minted=view.history)
         self._attempt, self._decision = None, None
         self._heard_ms.clear()
         self.left_out = False
@@ -387,16 +385,18 @@ class AgreementMachine(AgreementState):
             self._leave(word)
         elif word.n > view.view_epoch and voter:
             self._follow(word)
-        elif voter and word.n == view.view_epoch and word.sets != mine.sets:
-            self._strays.add(word.sender.peer_id)
-        elif not word.installed or word.n < view.view_epoch:
-            self._send(word.sender.peer_id, mine)
+        else:
+            if voter and word.n == view.view_epoch and word.sets != mine.sets:
+                self._strays.add(word.sender.peer_id)
+            if not word.installed or word.n < view.view_epoch:
+                self._send(word.sender.peer_id, mine)
 
     def _on_installed_elsewhere(self, word: Propose) -> None:
         inside = self.me.peer_id in word.members
         attempt = self._attempt
         if inside and attempt is not None and attempt.n == word.n:
-            self.left_out = False
+            self._let_in()
+            self._first_voters = word.voting
             attempt.hear(word)
         elif (self._last is None or word.n > self._last.view_epoch) and (not inside or word.n > self._n):
             self._leave(word)
@@ -405,8 +405,8 @@ class AgreementMachine(AgreementState):
         attempt, sender = self._attempt, word.sender.peer_id
         inside = self.me.peer_id in word.members
         if attempt is not None and word.n == attempt.n:
-            if self.left_out and inside:  # let in again, under a number this peer had said already
-                self.left_out = False
+            if self.left_out and inside:
+                self._let_in()
                 for peer in attempt.members:
                     self._send(peer, attempt.words[self.me.peer_id])
             self._merge(attempt, word)
@@ -417,6 +417,11 @@ class AgreementMachine(AgreementState):
             self._send(sender, attempt.words[self.me.peer_id])
         elif inside:
             self._send(sender, Surpassed(sender=self.me, n=self._n))
+
+    def _let_in(self) -> None:
+        """Perhaps again, under a number this peer had said already: from now on it waits for the others."""
+        if self.left_out:
+            self.left_out, self._waits_since_ms = False, self._now
 
     def _follow(self, word: Propose) -> None:
         """Move to a greater n that somebody else said."""

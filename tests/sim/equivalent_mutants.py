@@ -14,10 +14,6 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "AgreementState._prune: view is not None [true]": "for the type checker: a base comes with what is known",
     },
     "agreement_machine": {
-        "AgreementMachine._install: thin [true] #2": (
-            "whoever has the history anyway hears the same: only of a founder that was let in elsewhere, under the "
-            "number of its founding, would strangers know that its word is none of theirs"
-        ),
         "AgreementMachine._say_late: self._last is not None [dropped]": (
             "for the type checker: what comes too late comes from a view of this life (`adopted`)"
         ),
