@@ -99,7 +99,7 @@ class Agreement(AgreementMachine):
             return ()
         missed = tuple(attempt.unheard())
         heard_all = any(word.installed and word.sets == attempt.sets for word in attempt.words.values())
-        if not missed or not heard_all or not self._enough_without_me(attempt):
+        if not missed or not heard_all or not self._enough_without_me():
             return ()
         since_ms = max(self._waits_since_ms, *(self._heard_ms.get(peer, 0) for peer in missed))
         first = self.me.peer_id > max(missed)

@@ -90,6 +90,8 @@ class AgreementMachine(AgreementState):
         if self._attempt is None or self.left_out:
             self._waits_since_ms = self._now
         self._freeze()
+        if self._attempt is not None:
+            self._forget_alone(self._attempt)
         self._take_strike()
         self._say_late()
         self.left_out = False
@@ -135,6 +137,7 @@ class AgreementMachine(AgreementState):
         """Say the sets as they are now. On disk first: somebody may install them."""
         candidates, stopped, voters, evicted = attempt.sets
         voting = [self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.voting]
+        self._forget_alone(attempt)
         if voting:  # without, nobody can install it
             self._pending.add(said_set(attempt.n, voting))
         self.promise_version += 1
@@ -161,6 +164,10 @@ class AgreementMachine(AgreementState):
             f"proposes {attempt.n} {'+'.join(attempt.voting)}{f' teaching {learners}' if learners else ''} "
             f"without {'+'.join(stopped) or 'none'}{gone}: {why}"
         )
+
+    def _forget_alone(self, attempt: Attempt) -> None:
+        """What it said alone in an attempt that is not over: nobody completes a round there, for it never enters it."""
+        self._pending.discard(said_set(attempt.n, [self.me]))
 
     def _advance(self, attempt: Attempt) -> None:
         """Grow the sets by what is known by now, install if everybody agrees, else repeat or replace."""
@@ -396,7 +403,7 @@ class AgreementMachine(AgreementState):
         attempt = self._attempt
         if inside and attempt is not None and attempt.n == word.n:
             self._let_in()
-            self._first_voters = word.voting
+            self._first_voters = tuple(map(self._book.member, word.voting))
             attempt.hear(word)
         elif (self._last is None or word.n > self._last.view_epoch) and (not inside or word.n > self._n):
             self._leave(word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from p2p_dmc.core.agreement_attempt import Attempt, PeerBook, said_set
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
     AgreementMessage,
     AgreementSettings,
@@ -67,7 +67,7 @@ class AgreementState:
         self._vote_floor = 0
         self._last: View | None = None
         """The view last installed in this life."""
-        self._first_voters: tuple[str, ...] = ()
+        self._first_voters: tuple[MemberId, ...] = ()
         """Before the first: of the view that others have installed with this peer in it."""
         self.behind = False
         """The view's start state is not adopted yet: no round can be completed here. A learner begins so."""
@@ -211,27 +211,22 @@ class AgreementState:
         causes = {member for member, at_ms in self._causes.items() if at_ms >= oldest} | {self.me}
         causes |= {member for member in view.voters if member.peer_id in self._strays}  # it asks to be let in
         votes = [member for member in view.voters if member in causes and not self._lost(member)]
-        return self._enough(votes, view.voters, view.ref)
+        return self._enough(votes, view.voters, view)
 
-    def _enough(self, votes: Sequence[MemberId], voters: Sequence[MemberId], view: ViewRef) -> bool:
+    def _enough(self, votes: Sequence[MemberId], voters: Sequence[MemberId], view: View) -> bool:
         """More than half of those voters that count, or half of them with the view's first."""
         counted = [member for member in voters if member in votes or not self._uncounted(member, view)]
-        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.members[0] in votes)
+        return 2 * len(votes) > len(counted) or (2 * len(votes) == len(counted) and view.voters[0] in votes)
 
-    def _enough_without_me(self, attempt: Attempt) -> bool:
-        """Whether those of the last view that can be reached may go on once this peer has given its vote back.
-
-        Before the first: of the view that others have installed, which has the sets of this attempt.
-        """
-        if self._last is not None:
-            view = self._last.ref
-        else:
-            view = said_set(attempt.n, map(self._book.member, attempt.voting))
-        others = [member for member in view.members if member != self.me]
+    def _enough_without_me(self) -> bool:
+        """Whether those of the last view that can be reached may go on once this peer has given its vote back."""
+        if self._last is None:
+            return True  # the view that others have installed is this attempt's, and of that nobody is lost
+        others = [member for member in self._last.voters if member != self.me]
         votes = [member for member in others if not self._lost(member)]
-        return self._enough(votes, others, view)
+        return self._enough(votes, others, self._last)
 
-    def _uncounted(self, member: MemberId, view: ViewRef) -> bool:
+    def _uncounted(self, member: MemberId, view: View) -> bool:
         if member.peer_id in self._evicted:
             return True
         if self._book.superseded(member) or (self._quorum is Quorum.ANY and self._lost(member)):
@@ -283,9 +278,8 @@ class AgreementState:
 
     def _protected(self, peer_id: str) -> bool:
         """A voter of the last view: nobody drops it for silence or on hearsay."""
-        if self._last is None:
-            return peer_id in self._first_voters
-        return self._book.member(peer_id) in self._last.voters
+        voters = self._last.voters if self._last is not None else self._first_voters
+        return self._book.member(peer_id) in voters
 
     def _farewell(self) -> Stopped:
         pending = self._promised_in(self._bound_to)

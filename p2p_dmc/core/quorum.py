@@ -91,15 +91,12 @@ def start_state(words: Sequence[Propose]) -> StateRef:
     return next(word.completed for word in ring if word.completed.lineage == greatest)
 
 
-def count_votes(
-    view: ViewRef, present: Mapping[str, Propose], accounted: Collection[MemberId], *, begun: bool
-) -> Count:
+def count_votes(view: ViewRef, present: Mapping[str, Propose], accounted: Collection[MemberId]) -> Count:
     """Does the set of candidates hold `view`?
 
     Args:
         present: the words of the candidates, by peer id.
         accounted: members whose promises are known and who will not vote elsewhere.
-        begun: a round was completed in it.
     """
     votes = tuple(member for member in view.members if has_vote(member, view, present))
     absent = [member for member in view.members if member not in votes]
@@ -109,12 +106,8 @@ def count_votes(
         half = 2 * len(votes) == counted and view.members[0] in votes
         holds = 2 * len(votes) > counted or half
         missing = tuple(member.peer_id for member in absent if member not in left_out)
-    else:  # nobody remembers it, so nobody can say who else does; that it was never begun, farewells tell as well
-        missing = tuple(
-            member.peer_id
-            for member in view.members
-            if member.peer_id not in present and (begun or member not in left_out)
-        )
+    else:  # nobody remembers it, so nobody can say who else does
+        missing = tuple(peer for peer in view.peers if peer not in present)
         holds = not missing
     return Count(view=view, votes=votes, counted=counted, missing=missing, holds=holds)
 
@@ -145,8 +138,6 @@ def accounted_for(view: ViewRef, words: Iterable[Propose], records: Collection[S
             known = view.view_epoch <= record.n if record.withdrawn else word.sender in view.members
             if known:
                 found.add(record.member)
-                if record.withdrawn:  # its farewell tells, as its word would, which incarnation was meant
-                    found.add(MemberId(peer_id=record.member.peer_id, boot=UNKNOWN_BOOT))
     return found
 
 
@@ -179,10 +170,7 @@ def judge(words: Sequence[Propose], records: Collection[Stopped]) -> Decision:
     absent = {peer for view in passed for peer in view.peers if peer not in present}
     absent |= {peer for view in missed_origins(words, start) for peer in view.peers if peer not in present}
     needed = views_to_hold(words, records, passed, top)
-    counts = [
-        count_votes(view, present, accounted_for(view, words, records), begun=view == top or view in passed)
-        for view in needed
-    ]
+    counts = [count_votes(view, present, accounted_for(view, words, records)) for view in needed]
     lacking = tuple(count for count in counts if not count.holds)
     voters = len(words[0].voting)
     return Decision(

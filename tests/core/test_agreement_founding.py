@@ -7,10 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from p2p_dmc.core.agreement_messages import MemberId, Promises, Stopped
-from p2p_dmc.core.quorum import Quorum, decide
-from tests.core.agreement_cluster import UNREACHABLE, Cluster, state
-from tests.core.test_quorum import view, word
+from p2p_dmc.core.agreement_messages import MemberId, Promises, Surpassed
+from tests.core.agreement_cluster import REACHABLE, UNREACHABLE, Cluster
 
 Way = tuple[str, str]
 
@@ -77,14 +75,17 @@ class TestBrokenWay:
         cluster.wait(3_000)
         cluster.standing("ac")
 
-    def test_nobody_gives_way_without_whom_the_others_are_too_few(self) -> None:
-        """a and b, of which one is away: c alone has what a majority needs."""
+    def test_a_founder_that_is_restarted_at_once_is_left_out(self) -> None:
+        """c was told that the founding stands with b, of which it has heard nothing: that was the b of before."""
         cluster = founding("abc", {("b", "c")})
-        cluster.wait(3_000)
-        cluster.verdict("a", UNREACHABLE, by="c")
-        cluster["c"]._attempt.stopped.clear()  # type: ignore[union-attr]
-        cluster.wait(100)
-        assert cluster["c"].cut_off_from == ()
+        cluster.wait(1_000)
+        assert cluster["c"]._first_voters and cluster["c"].frozen
+        del cluster.cores["b"]
+        for name in "ac":
+            cluster.do(name, cluster[name].verdict("b", 2, REACHABLE, cluster.now))
+        cluster.deliver()
+        cluster.wait(5_000)
+        cluster.standing("ac")
 
     def test_who_comes_back_joins(self) -> None:
         cluster = founding("abc", {("b", "c"), ("c", "b")})
@@ -147,35 +148,47 @@ class TestNumbersThatWereSaidBefore:
         assert core._waits_since_ms == cluster.now - 1_000, "it has waited since"
 
 
-class TestFarewellsOfFounders:
-    """What a founder said alone stops nobody once it has withdrawn, unless it began something there."""
+class TestWhatWasSaidAlone:
+    """It binds nobody once its author has said more, for it never enters that; what others may have installed does."""
 
-    def words(self, **farewell: object) -> list[object]:
-        alone = view(1, "a")
-        gone = Stopped(
-            **(
-                {"member": MemberId(peer_id="a", boot=1), "n": 2, "base": None, "pending": (alone,)}
-                | {"withdrawn": True}
-                | farewell
-            )
-        )  # type: ignore[arg-type]
-        said = [
-            word(name, state(0, 0), pending=(view(1, name), view(1, f"a0 {name}")), seen=(gone,), joined=False)
-            for name in "bc"
-        ]
-        return [replace(one, history=b"") for one in said]
+    def alone(self, cluster: Cluster, name: str) -> set[int]:
+        return {view.view_epoch for view in cluster.disk[name].pending if view.peers == (name,)}
 
-    def test_they_go_on(self) -> None:
-        assert decide(self.words(), Quorum.MAJORITY).holds  # type: ignore[arg-type]
+    def test_a_founder_forgets_it_with_its_next_word(self) -> None:
+        cluster = Cluster("abc")
+        for name in "abc":
+            cluster.do(name, cluster[name].found(("a", "b", "c"), cluster.now))
+            assert self.alone(cluster, name) == {1}
+        cluster.deliver()
+        assert [self.alone(cluster, name) for name in "abc"] == [set(), set(), set()]
+        assert any(view.peers == ("a", "b") for view in cluster.disk["a"].pending)
 
-    def test_not_if_its_farewell_is_older(self) -> None:
-        assert not decide(self.words(n=0), Quorum.MAJORITY).holds  # type: ignore[arg-type]
+    def test_and_with_its_next_attempt(self) -> None:
+        cluster = Cluster("abc")
+        cluster.do("a", cluster["a"].found(("a", "b", "c"), cluster.now))
+        cluster.do(
+            "a", cluster["a"].receive(Surpassed(sender=MemberId(peer_id="b", boot=1), n=7), cluster.now)
+        )
+        assert self.alone(cluster, "a") == {8}
 
-    def test_not_if_it_has_begun(self) -> None:
-        assert not decide(self.words(base=view(1, "a")), Quorum.MAJORITY).holds  # type: ignore[arg-type]
+    def test_what_it_installed_alone_stays(self) -> None:
+        cluster = Cluster("a")
+        cluster.found()
+        cluster.standing("a")
+        cluster.do("a", cluster["a"].at_barrier(cluster.now))
+        assert {1, 2} <= self.alone(cluster, "a")
 
-    def test_not_if_it_was_another_incarnation(self) -> None:
-        assert not decide(self.words(pending=(view(1, "a2"),)), Quorum.MAJORITY).holds  # type: ignore[arg-type]
-
-    def test_nor_where_it_only_crashed(self) -> None:
-        assert not decide(self.words(withdrawn=False), Quorum.MAJORITY).holds  # type: ignore[arg-type]
+    def test_of_those_who_all_withdrew_nobody_goes_on_alone(self) -> None:
+        """No round is complete: no two of them have more than the other, and each has given its vote back."""
+        cluster = founding("abc", set())
+        cluster.adopt("abc")
+        farewells = {name: cluster[name].withdraw() for name in "abc"}
+        for name in "abc":
+            for other in set("abc") - {name}:
+                cluster.do(name, cluster[name].withdrawn(farewells[other], cluster.now))
+        for name in "abc":
+            cluster.do(name, cluster[name].rejoin(cluster.now))
+            assert cluster[name].frozen
+        cluster.deliver()
+        cluster.wait(3_000)
+        cluster.standing("abc")

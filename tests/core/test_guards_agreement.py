@@ -230,7 +230,7 @@ class TestDecision:
         assert decision.holds and not decision.thin
 
     def test_whoever_is_accounted_for_is_not_missed(self) -> None:
-        count = count_votes(V, {"d": word("d")}, {member("b")}, begun=True)
+        count = count_votes(V, {"d": word("d")}, {member("b")})
         assert (count.counted, count.missing, count.holds) == (3, ("a", "c"), False)
 
     def test_a_member_whose_incarnation_was_unheard_of_has_a_vote(self) -> None:
@@ -239,7 +239,7 @@ class TestDecision:
         assert judge([word("a", pending=(V, view(6, "a b"))), *map(word, "bc")], []).holds
         assert decide([word("a"), word("c"), word("d", pending=(V, later))], Quorum.MAJORITY).holds
         assert not decide([word("c"), word("d", pending=(V, later))], Quorum.MAJORITY).holds
-        assert count_votes(later, {"a": word("a")}, (), begun=False).votes == (MemberId(peer_id="a", boot=UNKNOWN_BOOT),)
+        assert count_votes(later, {"a": word("a")}, ()).votes == (MemberId(peer_id="a", boot=UNKNOWN_BOOT),)
 
     @pytest.mark.parametrize("quorum", list(Quorum))
     def test_a_view_without_voters_is_none(self, quorum: Quorum) -> None:

@@ -112,7 +112,7 @@ class TestCounting:
         for side in "12":
             inside = [name for name, where in zip(names, sides, strict=True) if where == side]
             present = {name: word(name, S, base=base) for name in inside}
-            counts.append(count_votes(base, present, crashed, begun=True))
+            counts.append(count_votes(base, present, crashed))
         if all(count.votes for count in counts):
             assert not all(count.holds for count in counts)
 

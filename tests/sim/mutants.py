@@ -27,8 +27,8 @@ def _no_joint(words: Any, records: Any, passed: Any, top: Any) -> list[Any]:
     return sorted({*passed, *([top] if top is not None else [])})
 
 
-def _no_majority(view: Any, present: Any, accounted: Any, *, begun: bool) -> Any:
-    return replace(_COUNT(view, present, accounted, begun=begun), holds=True)
+def _no_majority(view: Any, present: Any, accounted: Any) -> Any:
+    return replace(_COUNT(view, present, accounted), holds=True)
 
 
 def _votes_of_former_lives(member: Any, view: Any, present: Any) -> bool:
@@ -41,8 +41,8 @@ def _votes_given_up(member: Any, view: Any, present: Any) -> bool:
     return word is not None and word.sender == member  # whatever its vote floor
 
 
-def _forgotten(view: Any, present: Any, accounted: Any, *, begun: bool) -> Any:
-    count = _COUNT(view, present, accounted, begun=begun)
+def _forgotten(view: Any, present: Any, accounted: Any) -> Any:
+    count = _COUNT(view, present, accounted)
     return count if count.votes else replace(count, holds=True)
 
 

@@ -82,7 +82,8 @@ def explore(
 def _drawn(weather: Weather, events: int, settle: bool) -> Iterator[Decision]:
     world = weather.world
     yield from weather.founding()
-    while world.events < events and not world.over():
+    end = world.events + events
+    while world.events < end and not world.over():
         yield from weather.next()
     if settle and not any(host.boot == 0 for host in world.hosts.values()):
         yield ("settle",)

@@ -70,10 +70,15 @@ class Weather:
         return usual * self.rng.choice([0.0, 0.3, 1.0, 1.0, 3.0])
 
     def founding(self) -> list[Decision]:
-        """Some found the run in calm; the others come later."""
-        names = sorted(self.world.hosts)
-        count = self.rng.randrange(len(names)) + 1
-        return [("found", *names[:count]), ("flush",)]
+        """Some found the run in calm, now and then over a broken way; the others come later."""
+        rng, names = self.rng, sorted(self.world.hosts)
+        founders = names[: rng.randrange(len(names)) + 1]
+        found: list[Decision] = [("found", *founders), ("flush",)]
+        if len(founders) < 3 or rng.random() > 0.06:
+            return found
+        one, other = rng.sample(founders, 2)
+        ways: list[Decision] = [("deaf", one, other), ("deaf", other, one)]
+        return [*ways[: rng.randrange(1, 3)], *found, ("calm", rng.choice([1_000, 12_000, 25_000]))]
 
     def next(self) -> list[Decision]:
         """One thing, and the time before it."""
