@@ -21,7 +21,7 @@ from p2p_dmc.agent.view_opening import (
     report_view,
     view_started,
 )
-from p2p_dmc.agent.work import Hand, Work, decode_payload, gave_up_claims, in_start, opening_ledger
+from p2p_dmc.agent.work import Hand, Work, decode_payload, gave_up_claims, in_start, opening_ledger, voters_of
 from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire.trainer_messages import CancelGroup, Local
@@ -185,7 +185,7 @@ class Views:
         me = view.members.index(run.me)
         mode = local_mode(
             view.start,
-            honoured=run.stood_in > 0 and not gave_up_claims(payloads[me], ledger),
+            honoured=run.stood_in > 0 and not gave_up_claims(payloads, voters_of(view), me, ledger),
             base=self._trainer_base,
             counted=in_start(run.in_flight, view.start, payloads[me], held.ledger),
         )

@@ -195,12 +195,21 @@ def of_now(payload: ProposalPayload, ledger: Ledger) -> bool:
     return (payload.epoch, payload.part) == (ledger.epoch, ledger.part)
 
 
-def gave_up_claims(payload: ProposalPayload, ledger: Ledger) -> bool:
-    """Whether samples that a member has in hand are skipped or others': its trainer begins anew from the anchor."""
-    if not of_now(payload, ledger):  # none of them is honoured
-        return bool(payload.claims)
-    claims = [s for braid in to_braids(payload.claims, ledger) for s in braid]
-    return any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for s in claims)
+def gave_up_claims(
+    payloads: Sequence[ProposalPayload], voting: Sequence[bool], me: int, ledger: Ledger
+) -> bool:
+    """Whether samples that this member has in hand are skipped or others': its trainer begins anew from the anchor.
+
+    Two members may claim the same ones: some may have installed one view and some another of the same number.
+    """
+    mine = payloads[me]
+    if not of_now(mine, ledger):  # none of them is honoured
+        return bool(mine.claims)
+    claims = to_braids(mine.claims, ledger)
+    if any(common(((s.lo, s.hi),), ledger.skipped[s.shard]) for braid in claims for s in braid):
+        return True
+    alone, beside_others = granted(ledger, [claims]), granted(ledger, valid_claims(payloads, voting, ledger))
+    return size(alone[0][0]) != size(beside_others[0][me])
 
 
 class Hand(NamedTuple):
@@ -257,7 +266,7 @@ class Work:
     def for_view(cls, view: View, me: int, ledger: Ledger, *, keep_leases: bool) -> Work:
         """The assignment is a function of the view and of the ledger that it starts from: the same on every member."""
         payloads = [decode_payload(p) for p in view.payloads]
-        voting = _voting(view)
+        voting = voters_of(view)
         claims = valid_claims(payloads, voting, ledger)
         assignment = _assign(payloads, voting, ledger, [p.speed for p in payloads], claims)
         kept = size(granted(ledger, claims)[0][me]) if keep_leases else 0
@@ -267,7 +276,7 @@ class Work:
     def for_epoch(cls, view: View, me: int, ledger: Ledger, speeds: Sequence[int]) -> Work:
         """An epoch's end is no view change: the next assignment comes from the same view, nothing is claimed."""
         payloads = [decode_payload(p) for p in view.payloads]
-        assignment = _assign(payloads, _voting(view), ledger, speeds, [()] * len(payloads))
+        assignment = _assign(payloads, voters_of(view), ledger, speeds, [()] * len(payloads))
         return cls(assignment, me, 0, unreachable(payloads, ledger), _reachable(payloads[me], ledger))
 
     def rebalanced(
@@ -278,7 +287,7 @@ class Work:
         A pure function of the view and its rounds' headers, but for my lease, which I keep if it is still mine.
         """
         lists = self.assignment.lists
-        voters = [i for i, votes in enumerate(_voting(view)) if votes]
+        voters = [i for i, votes in enumerate(voters_of(view)) if votes]
         cursors = [cursor + weight for cursor, weight in zip(self.cursors, weights, strict=True)]
         rests = [self.assignment.length(i) - cursors[i] for i in voters]
         if not is_due(rests, [paces[i].speed for i in voters], [paces[i].batch for i in voters]):
@@ -369,7 +378,8 @@ class Work:
         self.leased = self.cursors[self.me]
 
 
-def _voting(view: View) -> tuple[bool, ...]:
+def voters_of(view: View) -> tuple[bool, ...]:
+    """Of each member, in ring order, whether it is one."""
     return tuple(member in view.voters for member in view.members)
 
 

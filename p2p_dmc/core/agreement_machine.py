@@ -165,10 +165,6 @@ class AgreementMachine(AgreementState):
             f"without {'+'.join(stopped) or 'none'}{gone}: {why}"
         )
 
-    def _forget_alone(self, attempt: Attempt) -> None:
-        """What it said alone in an attempt that is not over: nobody completes a round there, for it never enters it."""
-        self._pending.discard(said_set(attempt.n, [self.me]))
-
     def _advance(self, attempt: Attempt) -> None:
         """Grow the sets by what is known by now, install if everybody agrees, else repeat or replace."""
         me = self.me.peer_id
@@ -424,11 +420,6 @@ class AgreementMachine(AgreementState):
             self._send(sender, attempt.words[self.me.peer_id])
         elif inside:
             self._send(sender, Surpassed(sender=self.me, n=self._n))
-
-    def _let_in(self) -> None:
-        """Perhaps again, under a number this peer had said already: from now on it waits for the others."""
-        if self.left_out:
-            self.left_out, self._waits_since_ms = False, self._now
 
     def _follow(self, word: Propose) -> None:
         """Move to a greater n that somebody else said."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook, said_set
 from p2p_dmc.core.agreement_messages import (
     AgreementMessage,
     AgreementSettings,
@@ -264,6 +264,15 @@ class AgreementState:
     def _freeze(self) -> None:
         if self.view is not None:
             self.view, self._word, self._froze = None, None, True
+
+    def _forget_alone(self, attempt: Attempt) -> None:
+        """What it said alone in an attempt that is not over: nobody completes a round there, for it never enters it."""
+        self._pending.discard(said_set(attempt.n, [self.me]))
+
+    def _let_in(self) -> None:
+        """Perhaps again, under a number this peer had said already: from now on it waits for the others."""
+        if self.left_out:
+            self.left_out, self._waits_since_ms = False, self._now
 
     def _take_strike(self) -> None:
         """Attempts in a row make the next one wait; the first after a calm is immediate."""

@@ -404,7 +404,24 @@ def test_claims_of_before_the_rest_was_shared_out_anew_are_dead() -> None:
     old, new = payload(view_epoch=7, claims=claim), payload(view_epoch=7, part=1, claims=claim)
     begun = ledger().shared_anew()
     assert list(map(plain, valid_claims([old, new], [True, True], begun))) == [(), claim]
-    assert gave_up_claims(old, begun) and not gave_up_claims(new, begun) and not gave_up_claims(old, ledger())
+    assert gave_up([old], begun) and not gave_up([new], begun) and not gave_up([old], ledger())
+
+
+def gave_up(payloads: list[ProposalPayload], ledger: Ledger) -> bool:
+    """The last one of these members."""
+    return gave_up_claims(payloads, [True] * len(payloads), len(payloads) - 1, ledger)
+
+
+def test_of_two_who_claim_the_same_one_begins_anew() -> None:
+    """Some have installed one view, some another of the same number, with other assignments."""
+    one = payload(view_epoch=7, claims=each((0, 0, 4)))
+    other = payload(view_epoch=7, claims=(((1, 0, 2), (0, 3, 5)),))
+    assert gave_up([one, other], ledger()) and gave_up([other, one], ledger())
+    assert not gave_up([one, payload(view_epoch=7, claims=each((0, 4, 6)))], ledger())
+    assert not gave_up_claims([one, other], [True, True], 0, ledger())  # the first one has them
+    assert not gave_up_claims([one, other], [False, True], 1, ledger())  # a learner claims nothing
+    counted = ledger().advance([stretch(0, 3, 5)])
+    assert not gave_up([one, other], counted)  # whether that is its own round is told by the start state
 
 
 # -- strikes and lost shards ------------------------------------------------------------------------------------------
@@ -434,8 +451,8 @@ def test_claims_of_an_epoch_that_skipping_ends_are_given_up() -> None:
     mine = payload((0,), 1, claims=each((0, 2, 4)), strikes=(strike((0, 2, 4)), strike((0, 2, 4), death=2)))
     opened = opening_ledger([mine], begun, skip_lost=False)
     assert opened.epoch == 1
-    assert gave_up_claims(mine, opened) and not gave_up_claims(mine, begun)
-    assert not gave_up_claims(payload((0,), 1), opened)  # nothing in hand, nothing lost
+    assert gave_up([mine], opened) and not gave_up([mine], begun)
+    assert not gave_up([payload((0,), 1)], opened)  # nothing in hand, nothing lost
 
 
 def test_two_deaths_put_a_sample_out() -> None:

@@ -24,6 +24,7 @@ from p2p_dmc.agent.work import (
     in_start,
     opening_ledger,
     plain,
+    voters_of,
 )
 from p2p_dmc.core.adacomm import RoundFacts
 from p2p_dmc.core.agreement import Agreement
@@ -300,12 +301,12 @@ class Host:
             return
         payloads = [decode_payload(p) for p in view.payloads]
         ledger = opening_ledger(payloads, start.ledger, skip_lost=skip_lost)
-        mine = payloads[view.members.index(self.member)]
+        place = view.members.index(self.member)
         mode = local_mode(
             view.start,
-            honoured=self.stood_in > 0 and not gave_up_claims(mine, ledger),
+            honoured=self.stood_in > 0 and not gave_up_claims(payloads, voters_of(view), place, ledger),
             base=trainer.base,
-            counted=in_start(self.in_flight, view.start, mine, start.ledger),
+            counted=in_start(self.in_flight, view.start, payloads[place], start.ledger),
         )
         me = view.voters.index(self.member)
         work = Work.for_view(among_voters(view), me, ledger, keep_leases=mode is not Local.RESET)

@@ -15,8 +15,8 @@
     settle                    all is mended, and all must soon train together; without its trace
     show A                    where A stands
     expect A ...              view N VOTERS [teaching LEARNERS] | no view | at EPOCH ROUND | behind | current |
-                              waits WORDS | counted N (samples of all epochs) | skipped N | epoch N | boot N |
-                              finished | stopped
+                              waits WORDS | claims N | counted N (samples of all epochs) | skipped N | epoch N |
+                              boot N | finished | stopped
 
 Names joined by + are voters or learners in ring order. An `expect` that fails is a failure however the traces are
 written; `REWRITE=1 pytest tests/sim/test_scenarios.py` writes the traces anew.
@@ -197,6 +197,7 @@ def expect(world: World, name: str, words: list[str]) -> None:
         "skipped": lambda: f"skipped {host.held.ledger.progress()[1]}",
         "epoch": lambda: f"epoch {host.held.ledger.epoch}",
         "boot": lambda: f"boot {host.boot}",
+        "claims": lambda: f"claims {size(host.claims())}",
         "finished": lambda: host.outcome or "goes on",
         "stopped": lambda: host.outcome or "goes on",
     }[kind]()
