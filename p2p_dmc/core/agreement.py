@@ -205,8 +205,13 @@ class Agreement(AgreementMachine):
         return self._finish()
 
     def withdraw(self) -> Stopped:
-        """Take no part until `rejoin`. Tell the others what is returned: they go on without these votes."""
+        """Take no part until `rejoin`. Tell the others what is returned: they go on without these votes.
+
+        Of what it has said alone before its first view they need not know: it never entered that, and will not.
+        """
         self._freeze()
+        if self._last is None:
+            self._pending = {view for view in self._pending if view.members != (self.me,)}
         self._attempt, self._withdrawn = None, True
         self._vote_floor = self._n
         return self._farewell()
@@ -350,7 +355,7 @@ class Agreement(AgreementMachine):
         former = GivenUp(history=self._bound_to, pending=tuple(sorted(promised)))
         self._given_up = (former, *self._given_up)[:REPLACED_MAX]
         self._vote_floor = self._n
-        self._attempt, self._last, self._late, self._first_voters = None, None, None, ()
+        self._attempt, self._last, self._late = None, None, None
         self.history, self._courted, self.completed, self.left_out = b"", b"", completed, True
         self._replaced = ()
         self._evicted.clear()

@@ -90,8 +90,6 @@ class AgreementMachine(AgreementState):
         if self._attempt is None or self.left_out:
             self._waits_since_ms = self._now
         self._freeze()
-        if self._attempt is not None:
-            self._forget_alone(self._attempt)
         self._take_strike()
         self._say_late()
         self.left_out = False
@@ -137,7 +135,6 @@ class AgreementMachine(AgreementState):
         """Say the sets as they are now. On disk first: somebody may install them."""
         candidates, stopped, voters, evicted = attempt.sets
         voting = [self.me if peer == self.me.peer_id else self._book.member(peer) for peer in attempt.voting]
-        self._forget_alone(attempt)
         if voting:  # without, nobody can install it
             self._pending.add(said_set(attempt.n, voting))
         self.promise_version += 1
@@ -255,8 +252,13 @@ class AgreementMachine(AgreementState):
         if back or restarted or at_odds or self._late is not None:
             self._raises += 1
             names = {peer for peer in attempt.candidates if not self._book.gone(peer)}  # and the last view's
-            voters = attempt.voters & names
+            voters = self._spoken(attempt) & names
             self._open(self._n + 1, names | set(self._joiners()), (), voters, f"attempt {attempt.n} is stuck")
+
+    def _spoken(self, attempt: Attempt) -> set[str]:
+        """The voters that were heard in it, and have not started again since: these vote in the next one, too."""
+        words = attempt.words
+        return {v for v in attempt.voters if v in words and not self._book.superseded(words[v].sender)}
 
     def _welcome(self, peer_id: str) -> bool:
         """Worth another attempt: needed, or asking."""
@@ -388,18 +390,16 @@ class AgreementMachine(AgreementState):
             self._leave(word)
         elif word.n > view.view_epoch and voter:
             self._follow(word)
-        else:
-            if voter and word.n == view.view_epoch and word.sets != mine.sets:
-                self._strays.add(word.sender.peer_id)
-            if not word.installed or word.n < view.view_epoch:
-                self._send(word.sender.peer_id, mine)
+        elif voter and word.n == view.view_epoch and word.sets != mine.sets:
+            self._strays.add(word.sender.peer_id)
+        elif not word.installed or word.n < view.view_epoch:
+            self._send(word.sender.peer_id, mine)
 
     def _on_installed_elsewhere(self, word: Propose) -> None:
         inside = self.me.peer_id in word.members
         attempt = self._attempt
         if inside and attempt is not None and attempt.n == word.n:
             self._let_in()
-            self._first_voters = tuple(map(self._book.member, word.voting))
             attempt.hear(word)
         elif (self._last is None or word.n > self._last.view_epoch) and (not inside or word.n > self._n):
             self._leave(word)
@@ -486,7 +486,7 @@ class AgreementMachine(AgreementState):
             return
         if message.n >= attempt.n and message.sender.peer_id in attempt.members:
             why = f"{message.sender.peer_id} has said {message.n}"
-            self._open(message.n + 1, attempt.candidates, (), attempt.voters, why)
+            self._open(message.n + 1, attempt.candidates, (), self._spoken(attempt), why)
 
     def _on_withdrawn(self, stopped: Stopped) -> None:
         known = stopped.member in self._book.away

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from p2p_dmc.core.agreement_attempt import Attempt, PeerBook, said_set
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
     AgreementMessage,
     AgreementSettings,
@@ -67,8 +67,6 @@ class AgreementState:
         self._vote_floor = 0
         self._last: View | None = None
         """The view last installed in this life."""
-        self._first_voters: tuple[MemberId, ...] = ()
-        """Before the first: of the view that others have installed with this peer in it."""
         self.behind = False
         """The view's start state is not adopted yet: no round can be completed here. A learner begins so."""
         self._late: StateRef | None = None
@@ -265,10 +263,6 @@ class AgreementState:
         if self.view is not None:
             self.view, self._word, self._froze = None, None, True
 
-    def _forget_alone(self, attempt: Attempt) -> None:
-        """What it said alone in an attempt that is not over: nobody completes a round there, for it never enters it."""
-        self._pending.discard(said_set(attempt.n, [self.me]))
-
     def _let_in(self) -> None:
         """Perhaps again, under a number this peer had said already: from now on it waits for the others."""
         if self.left_out:
@@ -286,9 +280,13 @@ class AgreementState:
         return gap_ms // 2 + self._rng.randrange(gap_ms + 1)
 
     def _protected(self, peer_id: str) -> bool:
-        """A voter of the last view: nobody drops it for silence or on hearsay."""
-        voters = self._last.voters if self._last is not None else self._first_voters
-        return self._book.member(peer_id) in voters
+        """A voter of the last view; before the first one, whoever votes: somebody has heard it.
+
+        Nobody drops such a one for silence or on hearsay.
+        """
+        if self._last is None:
+            return self._attempt is not None and peer_id in self._attempt.voters
+        return self._book.member(peer_id) in self._last.voters
 
     def _farewell(self) -> Stopped:
         pending = self._promised_in(self._bound_to)

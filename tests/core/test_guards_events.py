@@ -489,14 +489,12 @@ class TestCourting:
         cluster = Cluster("no")
         cluster.do("n", cluster["n"].found(("n", "o"), cluster.now))
         cluster.do("o", cluster["o"].found(("n", "o"), cluster.now))
-        (word,) = [m for source, _, m in cluster.mail if source == "o" and isinstance(m, Propose)]
-        cluster.do("n", cluster["n"].receive(word, cluster.now))
         founding = cluster.disk["n"].pending
+        (word,) = [m for to, _, m in cluster.mail if to == "o" and isinstance(m, Propose)]
         word = replace(word, history=b"z" * 16, n=9, sender=member("z"), candidates=("n", "z"), voters=("z",))
         cluster.do("n", cluster["n"].receive(word, cluster.now))
         cluster.do("n", cluster["n"].court_another(OTHER, cluster.now))
-        assert cluster.disk["n"].pending == founding
-        assert [view.peers for view in founding] == [("n", "o")]
+        assert cluster.disk["n"].pending == founding != ()
 
     def test_one_that_gives_way_before_it_was_let_in_says_there_what_it_promised(self) -> None:
         cluster = self.courted()
