@@ -1,4 +1,4 @@
-"""A peer that is killed as it begins to stand aside, or meanwhile: of three hosts, nothing passes between two."""
+"""Of three hosts nothing passes between two: one stands aside, is killed as it begins to, or meanwhile."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ NAMES = ("seed", "b", "c")
 ALLOWED = not missing_tools() and can_lose()
 
 
-def three_hosts(root: Path) -> tuple[Hosts, list[Peer]]:
-    """They train; nothing is broken yet."""
+def three_hosts(root: Path, *deaf: tuple[str, str]) -> tuple[Hosts, list[Peer], list[tuple[Peer, str]]]:
+    """They begin to train. ``deaf``: (who, to whom) from the first; what comes last is how to undo each of these."""
     hosts = Hosts(root / "peers", NAMES)
     first = hosts.seed(
         write_samples(root / "tiny", 320), "--name", "tiny", "--insecure", address=hosts.address_of("seed")
     )
+    named = {name: hosts.peer(name) for name in NAMES[1:]} if deaf else {}
+    broken = [(named[who], hosts.silence(named[who], named[whom])) for who, whom in deaf]
     for name in NAMES:
         listen = [] if name == "seed" else ["--insecure", "--listen", hosts.address_of(name)]
         peer = hosts.join(name, first, *arguments(hosts), options=["--min-peers", "3", *listen])
         hosts.listening(peer)
-    return hosts, hosts.peers
+    return hosts, hosts.peers, broken
 
 
 @pytest.mark.long
@@ -36,7 +38,7 @@ def test_whoever_is_killed_in_standing_aside_holds_nobody_up(tmp_path: Path, exa
     if not ALLOWED:
         assert missing_tools() or not can_lose()
         return
-    hosts, peers = three_hosts(tmp_path)
+    hosts, peers, _ = three_hosts(tmp_path)
     with hosts:
         train_together(hosts, peers)
         third, lesser, greater = peers[0], *sorted(peers[1:], key=lambda peer: peer.peer_id)
@@ -56,4 +58,27 @@ def test_whoever_is_killed_in_standing_aside_holds_nobody_up(tmp_path: Path, exa
         hosts.wait(lambda: not greater.running, "it is gone", START_S)
         hosts.restart(greater)
         train_together(hosts, peers, after=when)
+        finish(hosts, peers, epochs=EPOCHS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deaf", [[("b", "c")], [("b", "c"), ("c", "b")]], ids=["one way", "both ways"])
+def test_three_that_cannot_all_hear_each_other_found_a_run(
+    tmp_path: Path, deaf: list[tuple[str, str]]
+) -> None:
+    """One of the two gives way before there is a view, the others begin, and it joins them once the way is whole."""
+    if not ALLOWED:
+        assert missing_tools() or not can_lose()
+        return
+    hosts, peers, broken = three_hosts(tmp_path, *deaf)
+    with hosts:
+        aside = [peer for peer in peers[1:] if len(deaf) == 2 or peer.name == "b"]
+        hosts.wait(lambda: any(peer.events("stands_aside") for peer in aside), "one stands aside", START_S)
+        (out,) = [peer for peer in aside if peer.events("stands_aside")]
+        for one in peers:
+            if one is not out:
+                hosts.wait(lambda one=one: one.rounds(), f"{one.name} trains", START_S)
+        assert not out.rounds()
+        assert all(hosts.silence_no_more(*one) > 0 for one in broken), "nothing was dropped"
+        train_together(hosts, peers, after=time.time())
         finish(hosts, peers, epochs=EPOCHS)
