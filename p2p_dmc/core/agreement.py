@@ -118,9 +118,7 @@ class Agreement(AgreementMachine):
         if attempt is not None and not self.left_out:
             deadlines += [attempt.resend_at_ms, attempt.replace_at_ms]
             deadlines += [
-                attempt.since_ms[peer] + self._settings.join_patience_ms
-                for peer in attempt.members
-                if peer not in attempt.words and not self._protected(peer)
+                attempt.since_ms[peer] + self._settings.join_patience_ms for peer in self._may_drop(attempt)
             ]
         elif self.view is not None and self._cause(self.view) is not None:
             deadlines.append(max(self._pause_end_ms(self.view), self._cause_resend_ms))

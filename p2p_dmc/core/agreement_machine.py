@@ -188,15 +188,18 @@ class AgreementMachine(AgreementState):
                 self._send(peer, asking)
 
     def _silent(self, attempt: Attempt) -> set[str]:
-        """Joiners that did not answer in time. Nobody of the last view is dropped for silence."""
+        """Joiners that did not answer in time."""
         deadline_ms = self._now - self._settings.join_patience_ms
-        return {
-            peer
-            for peer in attempt.members
-            if peer not in attempt.words
-            and attempt.since_ms[peer] <= deadline_ms
-            and not self._protected(peer)
-        }
+        return {peer for peer in self._may_drop(attempt) if attempt.since_ms[peer] <= deadline_ms}
+
+    def _may_drop(self, attempt: Attempt) -> list[str]:
+        """Whom this peer has not heard, and may leave out for it: nobody of its last view; before its first one, nobody
+        who votes, for somebody has heard that one.
+        """
+        unheard = [peer for peer in attempt.members if peer not in attempt.words]
+        if self._last is None:
+            return [peer for peer in unheard if not self._still_votes(attempt, peer)]
+        return [peer for peer in unheard if not self._protected(peer)]
 
     def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:
         """All members said the same sets: do they make a view?
@@ -254,11 +257,6 @@ class AgreementMachine(AgreementState):
             names = {peer for peer in attempt.candidates if not self._book.gone(peer)}  # and the last view's
             voters = self._spoken(attempt) & names
             self._open(self._n + 1, names | set(self._joiners()), (), voters, f"attempt {attempt.n} is stuck")
-
-    def _spoken(self, attempt: Attempt) -> set[str]:
-        """The voters that were heard in it, and have not started again since: these vote in the next one, too."""
-        words = attempt.words
-        return {v for v in attempt.voters if v in words and not self._book.superseded(words[v].sender)}
 
     def _welcome(self, peer_id: str) -> bool:
         """Worth another attempt: needed, or asking."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_messages import (
+    UNKNOWN_BOOT,
     AgreementMessage,
     AgreementSettings,
     Lineage,
@@ -280,13 +281,19 @@ class AgreementState:
         return gap_ms // 2 + self._rng.randrange(gap_ms + 1)
 
     def _protected(self, peer_id: str) -> bool:
-        """A voter of the last view; before the first one, whoever votes: somebody has heard it.
+        """A voter of the last view: nobody drops it for silence or on hearsay."""
+        return self._last is not None and self._book.member(peer_id) in self._last.voters
 
-        Nobody drops such a one for silence or on hearsay.
-        """
-        if self._last is None:
-            return self._attempt is not None and peer_id in self._attempt.voters
-        return self._book.member(peer_id) in self._last.voters
+    def _still_votes(self, attempt: Attempt, peer_id: str) -> bool:
+        """Whether it does, and has not started again since this peer said so."""
+        said = [view for view in self._pending if view.view_epoch == attempt.n]
+        boots = {member.boot for view in said for member in view.members if member.peer_id == peer_id}
+        return peer_id in attempt.voters and boots <= {UNKNOWN_BOOT, self._book.member(peer_id).boot}
+
+    def _spoken(self, attempt: Attempt) -> set[str]:
+        """The voters that were heard in it, and have not started again since: these vote in the next one, too."""
+        words = attempt.words
+        return {v for v in attempt.voters if v in words and not self._book.superseded(words[v].sender)}
 
     def _farewell(self) -> Stopped:
         pending = self._promised_in(self._bound_to)
