@@ -101,6 +101,54 @@ class TestBrokenWay:
         cluster.wait(1_000)
         cluster.standing("ac")
 
+    @pytest.mark.parametrize("crashes", [True, False])
+    def test_one_that_is_known_from_hearsay_and_starts_again_is_dropped(self, crashes: bool) -> None:
+        """Only x has heard c, and is gone. c's agent runs again, and has no trainer."""
+        cluster = Cluster("abcx")
+        cluster.verdict("c", REACHABLE)
+        cluster.cut = set(permutations("abcx", 2)) - {
+            ("a", "b"),
+            ("b", "a"),
+            ("b", "x"),
+            ("x", "c"),
+            ("c", "x"),
+        }
+        cluster.do("a", cluster["a"].found(("a", "b", "c", "x"), cluster.now))
+        cluster.deliver()
+        cluster.cut = {("c", "a"), ("c", "b"), ("a", "c"), ("b", "c"), ("a", "x")}
+        cluster.now += 200
+        cluster.do("x", cluster["x"].tick(cluster.now))
+        cluster.deliver(hops=2)
+        for name in "ab":
+            attempt = cluster[name]._attempt
+            assert attempt is not None and "c" in attempt.voters and "c" not in attempt.words
+        if crashes:
+            cluster.kill("x")
+        else:
+            stand_aside(cluster, "x")
+            cluster.down.add("x")
+        cluster.mail.clear()
+        cluster.cut, cluster.down = set(), set("cx")
+        cluster.verdict("c", REACHABLE, by="ab", boot=2)
+        cluster.wait(3_000)
+        cluster.standing("ab")
+
+    def test_a_newcomer_believes_hearsay_of_who_is_gone(self) -> None:
+        """It has been in no view, and hears d, which the others have lost."""
+        cluster = Cluster("abd").run("abd")
+        cluster.start("x")
+        cluster.cut = {("a", "d"), ("b", "d"), ("d", "a"), ("d", "b")}
+        for name in "ab":
+            cluster.do(name, cluster[name].join_requested("x", cluster.now))
+        for name in "ab":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.wait(300)
+        cluster.verdict("d", UNREACHABLE, by="ab")
+        cluster.deliver()
+        cluster.wait(1_000)
+        assert cluster.standing("abx").ref.peers == ("a", "b")
+
     def test_who_comes_back_joins(self) -> None:
         cluster = founding("abc", {("b", "c"), ("c", "b")})
         assert begun(cluster, within_ms=18_000) == "c"
