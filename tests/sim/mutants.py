@@ -13,6 +13,7 @@ from p2p_dmc.core import agreement_machine, quorum
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_attempt import Attempt
 from p2p_dmc.core.agreement_machine import AgreementMachine
+from tests.sim import host
 
 
 def _quorum(name: str, value: Any) -> Callable[[], Any]:
@@ -101,6 +102,11 @@ def _claims_of_any_part(payload: Any, ledger: Any) -> bool:
     return bool(payload.epoch == ledger.epoch)
 
 
+def _claims_alone(payloads: Any, voting: Any, me: int, ledger: Any) -> bool:
+    return _GAVE_UP([payloads[me]], [True], 0, ledger)
+
+
+_GAVE_UP = work.gave_up_claims
 _COUNT = quorum.count_votes
 _JUDGE = quorum.judge
 _SAY = AgreementMachine._say
@@ -124,6 +130,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "with_checkpoint": _method(Agreement, "complete", _base_without_checkpoint),
     "record": _method(AgreementMachine, "__init__", _no_record),
     "part": lambda: mock.patch.object(work, "of_now", _claims_of_any_part),
+    "same_claims": lambda: mock.patch.object(host, "gave_up_claims", _claims_alone),
     "fresh": _method(AgreementMachine, "__init__", _not_fresh),
 }
 
