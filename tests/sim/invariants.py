@@ -63,10 +63,13 @@ class Checker:
     # -- 1, 2, 4, 7: a view ----------------------------------------------------------------------
 
     def agreed(self, view: View) -> None:
-        """A view stands somewhere, or did for as long as it took to write it down and die."""
+        """A view stands somewhere, or did for as long as it took to write it down and die.
+
+        Without a view before it, an operator's word that a founder is gone for good founds another history.
+        """
         first = self.began.setdefault(view.history, view)
         if self.one_founding:
-            roots = [root for root in self.began.values() if not root.parent]
+            roots = [root for root in self.began.values() if not root.parent and not root.evicted]
             require(2, len(roots) == 1, "two histories were founded: {}", roots)
             require(2, not first.parent or bool(first.evicted), "view {} has no quorum", first)
 
