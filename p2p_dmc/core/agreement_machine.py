@@ -194,7 +194,7 @@ class AgreementMachine(AgreementState):
 
     def _may_drop(self, attempt: Attempt) -> list[str]:
         """Whom this peer has not heard, and may leave out for it: nobody of its last view; before its first one, nobody
-        who votes, for somebody has heard that one.
+        who votes, for somebody has heard that one, or did.
         """
         unheard = [peer for peer in attempt.members if peer not in attempt.words]
         if self._last is None:

@@ -220,7 +220,9 @@ class AgreementState:
     def _enough_without_me(self) -> bool:
         """Whether those of the last view that can be reached may go on once this peer has given its vote back."""
         if self._last is None:
-            return True  # the view that others have installed is this attempt's, and of that nobody is lost
+            return (
+                not self.history
+            )  # a founding: others have installed this attempt's view, of which nobody is lost
         others = [member for member in self._last.voters if member != self.me]
         votes = [member for member in others if not self._lost(member)]
         return self._enough(votes, others, self._last)
@@ -285,10 +287,13 @@ class AgreementState:
         return self._last is not None and self._book.member(peer_id) in self._last.voters
 
     def _still_votes(self, attempt: Attempt, peer_id: str) -> bool:
-        """Whether it does, and has not started again since this peer said so."""
-        said = [view for view in self._pending if view.view_epoch == attempt.n]
-        boots = {member.boot for view in said for member in view.members if member.peer_id == peer_id}
-        return peer_id in attempt.voters and boots <= {UNKNOWN_BOOT, self._book.member(peer_id).boot}
+        """Whether it does, or did in a set that this peer said, and has not started again since.
+
+        It may count this peer as crashed, with promises that know nothing of being dropped.
+        """
+        boots = {m.boot for view in self._pending for m in view.members if m.peer_id == peer_id}
+        votes = peer_id in attempt.voters or bool(boots)
+        return votes and boots <= {UNKNOWN_BOOT, self._book.member(peer_id).boot}
 
     def _spoken(self, attempt: Attempt) -> set[str]:
         """The voters that were heard in it, and have not started again since: these vote in the next one, too."""
