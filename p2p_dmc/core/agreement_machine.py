@@ -198,7 +198,7 @@ class AgreementMachine(AgreementState):
         """
         unheard = [peer for peer in attempt.members if peer not in attempt.words]
         if self._last is None:
-            return [peer for peer in unheard if not self._still_votes(attempt, peer)]
+            return [peer for peer in unheard if not self._still_votes(peer)]
         return [peer for peer in unheard if not self._protected(peer)]
 
     def _judge(self, attempt: Attempt, words: tuple[Propose, ...]) -> None:

@@ -286,14 +286,13 @@ class AgreementState:
         """A voter of the last view: nobody drops it for silence or on hearsay."""
         return self._last is not None and self._book.member(peer_id) in self._last.voters
 
-    def _still_votes(self, attempt: Attempt, peer_id: str) -> bool:
-        """Whether it does, or did in a set that this peer said, and has not started again since.
+    def _still_votes(self, peer_id: str) -> bool:
+        """Whether it does in a set that this peer has said, and has not started again since.
 
         It may count this peer as crashed, with promises that know nothing of being dropped.
         """
         boots = {m.boot for view in self._pending for m in view.members if m.peer_id == peer_id}
-        votes = peer_id in attempt.voters or bool(boots)
-        return votes and boots <= {UNKNOWN_BOOT, self._book.member(peer_id).boot}
+        return bool(boots) and boots <= {UNKNOWN_BOOT, self._book.member(peer_id).boot}
 
     def _spoken(self, attempt: Attempt) -> set[str]:
         """The voters that were heard in it, and have not started again since: these vote in the next one, too."""

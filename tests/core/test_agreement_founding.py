@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from p2p_dmc.core.agreement_messages import MemberId, Promises
+from p2p_dmc.core.agreement_messages import MemberId, Promises, Surpassed
 from tests.core.agreement_cluster import REACHABLE, UNREACHABLE, Cluster
 
 Way = tuple[str, str]
@@ -119,6 +119,19 @@ class TestBrokenWay:
         stand_aside(cluster, "c")
         cluster.wait(9_000)
         assert cluster["a"].frozen and "b" in cluster["a"]._attempt.members  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("boot", [1, 2])
+    def test_who_started_again_does_not_vote_in_the_next_attempt_unasked(self, boot: int) -> None:
+        cluster = founding("abc", {("c", "a")})
+        cluster.do("a", cluster["a"].verdict("b", boot, REACHABLE, cluster.now))
+        word = Surpassed(sender=MemberId(peer_id="c", boot=1), n=7)
+        attempt = cluster["a"]._attempt
+        assert attempt is not None and sorted(attempt.voters) == ["a", "b", "c"]
+        cluster.do("a", cluster["a"].receive(word, cluster.now))
+        attempt = cluster["a"]._attempt
+        assert attempt is not None and attempt.n == 8
+        assert sorted(attempt.voters) == (["a", "b"] if boot == 1 else ["a"]), "and c was not heard"
+        assert sorted(attempt.candidates) == ["a", "b", "c"]
 
     def test_in_a_reopening_nobody_stands_aside(self) -> None:
         """Who holds what is for the others to count on: all have a history."""
