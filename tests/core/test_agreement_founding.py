@@ -133,6 +133,25 @@ class TestBrokenWay:
         assert sorted(attempt.voters) == (["a", "b"] if boot == 1 else ["a"]), "and c was not heard"
         assert sorted(attempt.candidates) == ["a", "b", "c"]
 
+    def test_where_there_is_a_view_a_silent_newcomer_is_dropped(self) -> None:
+        """Though it was a voter once, in a set that is still promised: it asks to be let in, and says no word."""
+        cluster = Cluster("abc").run("abc")
+        cluster.cut = {("c", "a"), ("c", "b")}
+        cluster.verdict("c", UNREACHABLE, by="ab")
+        cluster.deliver()
+        cluster.standing("ab")
+        assert any("c" in view.peers for view in cluster.disk["a"].pending)
+        cluster.now += 20_000
+        cluster.verdict("c", REACHABLE, by="ab")
+        for name in "ab":
+            cluster.do(name, cluster[name].join_requested("c", cluster.now))
+        for name in "ab":
+            cluster.do(name, cluster[name].at_barrier(cluster.now))
+        cluster.deliver()
+        assert cluster["a"].frozen
+        cluster.wait(1_000)
+        cluster.standing("ab")
+
     def test_in_a_reopening_nobody_stands_aside(self) -> None:
         """Who holds what is for the others to count on: all have a history."""
         cluster = Cluster("abc").run("abc")
