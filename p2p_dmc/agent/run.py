@@ -61,6 +61,7 @@ class Run:
         boot = run_files.boot_for(record, services.boot, lambda: services.home.start_identity().boot)
         self.me = MemberId(peer_id=services.peer_id, boot=boot)
         self._promises = record.promises if record else Promises()
+        self._closed = record is not None and record.closed
         self.keeper = StateKeeper(name, self.folder, services, self._promises)
         self.values = GroupValues(name, services)
         self.end = RunEnd(self)
@@ -114,7 +115,7 @@ class Run:
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
         """Put promises on disk; when it takes none, this peer leaves the run with a word, and the others go on."""
-        self._promises = promises
+        self._promises, self._closed = promises, closed
         record = run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
         try:
             run_files.save_record(self.folder, record)
@@ -182,11 +183,15 @@ class Run:
         self.event("trainer_ready")
 
     def withdraw(self, reason: str) -> None:
-        """Tell everybody that this peer no longer takes part, with what it promised."""
+        """Tell everybody that this peer takes no part any more, with what it promised: votes given up stay so."""
         if self.agreement is None:
             return
         stopped = self.agreement.withdraw()
-        self.members.tell_withdrawal(stopped, reason)
+        keeps_votes = (
+            self._closed and not self.end.agreed
+        )  # at its next start, if it has said nothing since the last
+        if not keeps_votes or self._save(self.agreement.promises, closed=False):
+            self.members.tell_withdrawal(stopped, reason)
         self.views.forget()
         self.services.meta_changed()
 

@@ -15,7 +15,7 @@ from p2p_dmc.agent import member_desk, run_end
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
-from p2p_dmc.agent.run_files import RunOptions, load_record
+from p2p_dmc.agent.run_files import RunOptions, RunRecord, load_record, save_record
 from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.trainer_desk import MAX_BYTES
 from p2p_dmc.agent.training import Training
@@ -467,3 +467,28 @@ def test_a_failed_group_is_told_again_to_whoever_stands_at_its_barrier(tmp_path:
     assert told() == [peer(2)] * 2
     run.members.message(peer(2), plain(RoundHeader, view_id=b"another view....", **facts))
     assert told() == [peer(2)] * 2
+
+
+def test_whoever_resumes_a_closed_run_and_leaves_it_has_given_its_votes_up(tmp_path: Path) -> None:
+    """Also if it has said nothing before: its next start is somebody else's, for it has said that it votes no more."""
+    around = surroundings(tmp_path)
+    folder = around.services.home.run_folder("r")
+    save_record(folder, RunRecord(promises=Promises(n=3), closed=True, boot=1))
+    run = run_of(around)
+    run._closed = True  # the state that it was closed with is whole
+    told: list[bool] = []
+    run.members.tell_withdrawal = lambda *_: told.append(load_record(folder).closed)  # type: ignore[method-assign, union-attr]
+    stopped = Stopped(member=member(1), n=3, withdrawn=True)
+    run.agreement = cast(
+        Agreement, SimpleNamespace(withdraw=lambda: stopped, promises=Promises(n=3), history=b"h" * 16)
+    )
+    run.withdraw("its trainer is gone")
+    assert told == [False], "first on disk, then said"
+
+
+def test_a_run_that_was_closed_stays_so(tmp_path: Path) -> None:
+    run = in_a_view_of_two(surroundings(tmp_path))
+    run._closed = True
+    run.end.outcome = "stopped"
+    run.withdraw("the agent stops")
+    assert load_record(run.folder) is None

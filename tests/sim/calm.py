@@ -114,7 +114,7 @@ def repeat(world: World, name: str) -> None:
 
 
 def ask(world: World, host: Host | None) -> None:
-    """It asks all peers with a standing view to be let in."""
+    """It asks all peers with a standing view to be let in; a newcomer, of its history those that have none, too."""
     if host is None or not host.up or host.core is None or host.trainer is None or host.outcome:
         return
     if host.core.view is not None:
@@ -124,16 +124,23 @@ def ask(world: World, host: Host | None) -> None:
         if reachable and other.outcome == "finished":
             world.finished(host, other.held)
             return
-        if reachable and other.opened and not other.outcome:
+        core = host.core
+        if core is None or not reachable or other.core is None or other.outcome:
+            continue
+        if other.opened or (core._courted and other.core.history == core._courted):
             world.act(other, lambda core, now: core.join_requested(host.peer_id, now))
 
 
 def reopen(world: World, host: Host | None) -> None:
-    """Nobody has a view, as far as it knows: found the run again with whoever can be reached."""
+    """Nobody has a view, as far as it knows: found the run again with whoever can be reached.
+
+    So does who has begun to found it with somebody, and has been in no view yet.
+    """
     if host is None or not host.up or host.core is None or host.trainer is None or host.outcome:
         return
     core = host.core
-    if core.view is not None or not core.history:
+    founds = any(len(view.members) > 1 for view in core._pending)
+    if core.view is not None or not (core.history or founds):
         return
     reached = [
         other

@@ -127,6 +127,7 @@ class Stage:
         """Its trainer is gone, perhaps with samples in hand; its agent says so."""
         host.lose_trainer(in_hand=in_hand)
         stopped = core.withdraw()
+        host.closed = False
         self.say(host, "withdraws")
         for other in self.hosts.values():
             if other is not host:
