@@ -281,7 +281,9 @@ class Agent:
     def _meta(self) -> PeerMeta:
         weight = min(MAX_WEIGHT, max(1, self.options.capacity_bytes >> 30)) if self.options.stays else 0
         # of a run that it left, or that failed here, a peer says nothing: nobody is to wait for it
-        told = [run for _, run in sorted(self.runs.items()) if run.end.outcome in ("", "finished", "stopped")]
+        told = [run for run in self.runs.values() if run.end.outcome in ("", "finished", "stopped")]
+        # those that go on come last: there may be no room for the first
+        told.sort(key=lambda run: (not run.end.outcome, run.name))
         runs = tuple(run_meta(run) for run in told)[-8:]
         return PeerMeta(weight=weight, domain=self.options.domain, runs=runs)
 

@@ -54,6 +54,7 @@ def run_meta(run: Run) -> RunMeta:
     held, rounds, desk = run.keeper.current, run.rounds, run.desk
     standing = rounds is not None and not run.end.outcome
     committed = held is not None and held.ref.lineage > (0, 0)
+    parts = desk.data.mixture.parts if desk.data is not None else ()
     return RunMeta(
         name=run.name,
         boot=run.me.boot,
@@ -61,7 +62,7 @@ def run_meta(run: Run) -> RunMeta:
         view_epoch=rounds.view.view_epoch if standing and rounds is not None else 0,
         ready=desk.up and not run.end.outcome,
         fingerprint=run_files.fingerprint_digest(desk.fingerprint) if desk.fingerprint else b"",
-        dataset=desk.manifest.digest if desk.manifest is not None else b"",
+        dataset=b"".join(part.manifest.digest for part in parts),
         samples=held.ledger.samples_total if held is not None and committed else 0,
         quorum=desk.quorum,
         backend=desk.backend,
@@ -72,15 +73,15 @@ def run_meta(run: Run) -> RunMeta:
 
 def pinned_version(run: Run, name: str) -> str | None:
     """NAME@DIGEST of the version of a data set with which this run has begun, by its record here or others' word."""
-    said = dict(map(tuple, run_files.load_run(run.folder).get("fingerprint", ()))).get("data set", "")
-    begun_with, _, digest = str(said).rpartition(" ")
-    if begun_with == name:
-        return f"{name}@{digest}"
-    for other in others(run.services, run.name):
-        manifest = run.services.data.manifest(other.meta.dataset)
-        if other.meta.history and other.meta.dataset and (manifest is None or manifest.name == name):
-            return f"{name}@{other.meta.dataset.hex()}"  # its manifest may be on its way
-    return None
+    for part in run_files.parts_of(run_files.load_run(run.folder).get("fingerprint", ())):
+        if part.name == name:
+            return f"{name}@{part.digest}"
+    begun = [other.meta for other in others(run.services, run.name) if other.meta.history]
+    told = [digest for meta in begun for digest in meta.datasets]
+    known = {digest: run.services.data.manifest(digest) for digest in told}
+    unknown = [digest for digest in told if known[digest] is None]  # its manifest may be on its way
+    named = [digest for digest, manifest in known.items() if manifest is not None and manifest.name == name]
+    return next((f"{name}@{digest.hex()}" for digest in [*named, *unknown]), None)
 
 
 class Entrance:

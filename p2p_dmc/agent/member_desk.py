@@ -52,8 +52,8 @@ class MemberDesk:
                 run.group_failed(f"{sender[:8]}: {message.reason}")
         elif isinstance(message, messages.AGREEMENT_MESSAGES):
             if isinstance(message, Propose):
-                manifest = run.desk.manifest
-                check_payload(message.payload, len(manifest.shards) if manifest is not None else None)
+                data = run.desk.data
+                check_payload(message.payload, len(data.mixture) if data is not None else None)
             self._hear_in_turn(message, put_off=bool(self._put_off))
         elif isinstance(message, messages.JoinRequest):
             self._join_request(sender, message)

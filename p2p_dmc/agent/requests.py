@@ -92,7 +92,9 @@ class Requests:
         run = self._agent.runs[name]
         held, view = run.keeper.current, run.view
         ledger = held.ledger if held is not None else None
+        data = run.desk.data
         manifest = self._agent.data.manifest(ledger.dataset_digest) if ledger is not None else None
+        named = data.mixture if data is not None else manifest
         counted, skipped, total = ledger.progress() if ledger is not None else (0, 0, 0)
         return {
             "run": name,
@@ -109,7 +111,11 @@ class Requests:
             "tau": held.tau.tau if held is not None else None,
             "loss": self._agent.jobs.last_round.get(name, {}).get("loss"),
             "dataset": ledger.dataset_digest.hex() if ledger is not None else None,
-            "dataset_name": manifest.name if manifest is not None else None,
+            "dataset_name": named.name if named is not None else None,
+            "parts": [
+                {"dataset": p.manifest.digest.hex(), "name": p.manifest.name, "passes": p.passes}
+                for p in (data.mixture.parts if data is not None and ledger is not None else ())
+            ],
             "epoch": ledger.epoch if ledger is not None else None,
             "epochs": ledger.epochs if ledger is not None else None,
             "epoch_progress": {"counted": counted, "skipped": skipped, "total": total},

@@ -260,18 +260,19 @@ class Run:
 
     def _payload(self) -> bytes:
         """Fixed at the first word of an attempt: the freeze that comes with it stops leases."""
-        ledger, hand = self.ledger(), self.views.hand()
-        count = len(ledger.counts)
+        data, hand = self.desk.data, self.views.hand()
+        assert data is not None, "agreement begins with a ready trainer"
+        count = len(data.mixture)
         return encode_payload(
             ProposalPayload(
                 view_epoch=self.stood_in,
                 epoch=hand.epoch,
                 part=hand.part,
                 claims=plain(hand.braids),
-                holdings=bitmap(self.services.data.held(ledger.dataset_digest), count),
-                reachable=bitmap(self.services.data.reachable(ledger.dataset_digest), count),
+                holdings=bitmap(data.held(), count),
+                reachable=bitmap(data.reachable(), count),
                 speed=self.measured.speed,
-                full=self.services.data.full,
+                full=data.full,
                 strikes=tuple(self.desk.strikes),
                 counted=self.desk.counted,
             )
@@ -342,11 +343,11 @@ class Run:
         )
 
     def shard_here(self, shard: int) -> bool:
-        return self.desk.ready is not None and self.services.data.usable(self.desk.ready.dataset, shard)
+        return self.desk.data is not None and self.desk.data.usable(shard)
 
     def fetch_shard(self, shard: int, then: Callable[[], None]) -> None:
-        if self.desk.ready is not None:
-            self.services.data.want(self.desk.ready.dataset, shard, then)
+        if self.desk.data is not None:
+            self.desk.data.want(shard, then)
 
     def log_round(self, **facts: Any) -> None:
         self.services.journal.round(run=self.name, **facts)
@@ -397,7 +398,7 @@ class Run:
             self.services.meta_changed()  # nobody asks to be let into a view that stands no more
         training, learning = self.training, self.learning
         if training is not None and not training.frozen:
-            if reason := out_of_date(training, self.services.data):
+            if self.desk.data is not None and (reason := out_of_date(training, self.desk.data)):
                 self.wants_change(reason)
             training.serve_lease()
             training.repeat()

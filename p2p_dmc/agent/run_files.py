@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2p_dmc.agent.checkpoints import closed_is_whole
 from p2p_dmc.agent.home import write_json
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import GivenUp, Lineage, MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
 
 Fingerprint = tuple[tuple[str, str], ...]
+
+PART = "part of the data: "
+"""Of a mixture: begins the settings that tell its data sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +164,32 @@ def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
     return hasher.digest()
 
 
-def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str, on_lost: str) -> Fingerprint:
-    """The run-wide settings as (setting, value for people), in the order in which differences are named."""
+class KnownPart(NamedTuple):
+    """What a fingerprint says of a data set that its run trains on."""
+
+    name: str
+    digest: str  # its first digits
+    passes: int  # an epoch
+
+    @classmethod
+    def all_of(cls, mixture: Mixture) -> tuple[KnownPart, ...]:
+        """Those of a mixture; none of a data set by itself."""
+        parts = mixture.parts if mixture.is_mixed else ()
+        return tuple(cls(p.manifest.name, p.manifest.digest.hex()[:12], p.passes) for p in parts)
+
+
+def fingerprint(
+    ready: RunReady,
+    dataset_name: str,
+    quorum: str,
+    backend: str,
+    on_lost: str,
+    parts: Sequence[KnownPart] = (),
+) -> Fingerprint:
+    """The run-wide settings as (setting, value for people), in the order in which differences are named.
+
+    ``parts``: of a mixture, which is called ``dataset_name``.
+    """
     policy = TauPolicy.from_bytes(ready.tau_policy)
     tau = (
         f"{policy.tau0}"
@@ -183,7 +211,19 @@ def fingerprint(ready: RunReady, dataset_name: str, quorum: str, backend: str, o
         (f"parameter {p.name}", f"{'x'.join(map(str, p.shape)) or 'scalar'} {p.dtype}")
         for p in ready.parameters
     ]
+    pairs += [(f"{PART}{part.name}", f"{part.passes} x {part.digest}") for part in parts]
     return tuple(pairs)
+
+
+def parts_of(pairs: Iterable[Sequence[str]]) -> tuple[KnownPart, ...]:
+    """The data sets of the run with this fingerprint, one by itself once; () when it says nothing of them."""
+    settings = {str(name): str(value) for name, value in pairs}
+    found = []
+    for setting in [name for name in settings if name.startswith(PART)]:
+        passes, _, digest = settings[setting].partition(" x ")
+        found.append(KnownPart(setting.removeprefix(PART), digest, int(passes)))
+    name, _, digest = settings.get("data set", "").rpartition(" ")
+    return tuple(found) or ((KnownPart(name, digest, 1),) if digest else ())
 
 
 def fingerprint_digest(pairs: Fingerprint) -> bytes:

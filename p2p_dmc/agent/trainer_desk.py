@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.entering import others
+from p2p_dmc.agent.run_data import RunData
 from p2p_dmc.agent.work import MAX_STRIKES, Strike, encode_strikes
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.braids import unordered
 from p2p_dmc.core.ledger import Ledger
-from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.mixture import mixture_of
+from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import trainer_messages as local
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ class TrainerDesk:
         self._run = run
         self._send: Callable[[object], None] | None = None
         self.ready: local.RunReady | None = None
-        self.manifest: Manifest | None = None
+        self.data: RunData | None = None
+        """Of what it trains on, as far as it is on this peer; there once ``ready`` is."""
         self.policy: TauPolicy | None = None
         self.fingerprint: run_files.Fingerprint = ()
         self.quorum, self.backend, self.on_lost = "", "", ""
@@ -55,20 +58,22 @@ class TrainerDesk:
     def run_ready(self, ready: local.RunReady) -> None:
         """Model, optimizer and loader exist: compare the run's settings, find or ask for a state."""
         run = self._run
-        manifest = run.services.data.manifest(ready.dataset)
-        if manifest is None:
-            self.refuse(
-                f"data set {ready.dataset.hex()} is not known here; seed it, or join a peer that has it"
-            )
+        try:
+            mixture = mixture_of(ready.parts or ((ready.dataset, 1),), run.services.data.manifest)
+        except UserError as error:
+            self.refuse(str(error))
             return
+        if mixture.digest != ready.dataset:
+            raise RemoteProtocolError("a mixture of another digest than the trainer says")
         stored = tuple((str(a), str(b)) for a, b in run_files.load_run(run.folder).get("fingerprint", ()))
         self._settle(dict(stored))
-        pairs = run_files.fingerprint(ready, manifest.name, self.quorum, self.backend, self.on_lost)
+        parts = run_files.KnownPart.all_of(mixture)
+        pairs = run_files.fingerprint(ready, mixture.name, self.quorum, self.backend, self.on_lost, parts)
         difference = run_files.first_difference(stored, pairs) if stored else None
         if difference is not None:
             self.refuse(f"run {run.name!r}: {difference}; use the same, or another --run name")
             return
-        self.manifest, self.ready, self.fingerprint = manifest, ready, pairs
+        self.data, self.ready, self.fingerprint = RunData(run.services.data, mixture), ready, pairs
         self.policy = TauPolicy.from_bytes(ready.tau_policy)
         if run.keeper.slots is None:
             run.keeper.open(ready.parameters)
@@ -95,9 +100,9 @@ class TrainerDesk:
     def initial_written(self, message: local.InitialWritten) -> None:
         """The trainer's own initial parameters: the run's, if it is founded and this peer is first in the ring."""
         keeper = self._run.keeper
-        if keeper.current is None and self._initial_slot and self.manifest and self.ready and self.policy:
-            counts = self.manifest.sample_counts
-            ledger = Ledger.start(self.ready.dataset, counts, self.ready.seed, self.ready.epochs)
+        if keeper.current is None and self._initial_slot and self.data and self.ready and self.policy:
+            mixture = self.data.mixture
+            ledger = Ledger.start(mixture.digest, mixture.sample_counts, self.ready.seed, self.ready.epochs)
             keeper.found(self._initial_slot, message.digest, ledger, adacomm.start(self.policy))
         self._ready_to_train()
 

@@ -12,13 +12,14 @@ from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work, plain
 from p2p_dmc.core.agreement_messages import StateRef, View
 from p2p_dmc.core.ledger import Ledger, sample_permutation
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.data.samples import read_index
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import Local, ViewStarted
 
 if TYPE_CHECKING:
-    from p2p_dmc.agent.datasets import DataService
     from p2p_dmc.agent.run import Run
+    from p2p_dmc.agent.run_data import RunData
     from p2p_dmc.agent.training import Training
 
 MOST_NAMED = 256
@@ -73,9 +74,9 @@ def _started(
     )
 
 
-def out_of_date(training: Training, data: DataService) -> str:
+def out_of_date(training: Training, data: RunData) -> str:
     """Why the view's assignment no longer fits what can be had of the data; "" while it does."""
-    reachable = data.reachable(training.ledger.dataset_digest)
+    reachable = data.reachable()
     gone = training.work.reachable - reachable
     if training.work.lost & reachable:
         return "lost shards are back"
@@ -130,13 +131,13 @@ def report_opening(
         voting=[m in view.voters for m in view.members],
         payloads=[payload.hex() for payload in view.payloads],
     )
-    if run.desk.manifest is None or old_work is None or old_view is None:
+    if run.desk.data is None or old_work is None or old_view is None:
         return
     for change in takeovers(old_work, old_view, work, view):
         run.event(
             "takeover",
             view_epoch=view.view_epoch,
-            shard=run.desk.manifest.shard_digests[change.shard].hex(),
+            shard=run.desk.data.mixture.shard_digest(change.shard).hex(),
             **{"from": change.from_peer, "to": change.to_peer},
             first=change.first,
             samples=change.samples,
@@ -145,22 +146,24 @@ def report_opening(
 
 def report_given_up(run: Run, skipped: Sequence[Sequence[int]]) -> None:
     """Samples that a round put on record as skipped, [epoch, shard, lo, hi] each: the first few by their keys."""
-    manifest, ready = run.desk.manifest, run.desk.ready
-    if not skipped or manifest is None or ready is None:
+    data, ready = run.desk.data, run.desk.ready
+    if not skipped or data is None or ready is None:
         return
     keys: list[str] = []
     for epoch, shard, lo, hi in skipped:
-        count = manifest.sample_counts[shard]
-        order = sample_permutation(ready.dataset, ready.seed, epoch, shard, count)
+        count = data.mixture.sample_counts[shard]
+        order = sample_permutation(data.mixture.digest, ready.seed, epoch, shard, count)
         places = [order[at] for at in range(lo, min(hi, lo + MOST_KEYS - len(keys)))]
-        keys += _keys(run, ready.dataset, manifest.shard_digests[shard], shard, places)
+        keys += _keys(run, data.mixture, shard, places)
     run.event("given_up", stretches=skipped, samples=sum(hi - lo for _, _, lo, hi in skipped), keys=keys)
 
 
-def _keys(run: Run, dataset: bytes, digest: bytes, shard: int, places: Sequence[int]) -> list[str]:
-    """Of samples of a shard; without the shard, which alone names them, their places in it."""
-    if places and run.services.data.store.has(dataset, shard):
+def _keys(run: Run, mixture: Mixture, shard: int, places: Sequence[int]) -> list[str]:
+    """Of samples of a shard, of a mixture with the data set's name; without the shard's file their places in it."""
+    manifest, at, first = mixture.where(shard)
+    store, of_part = run.services.data.store, f"{manifest.name}: " if mixture.is_mixed else ""
+    if places and store.has(manifest.digest, at):
         with contextlib.suppress(OSError):
-            index = read_index(run.services.data.store.path(dataset, shard))
-            return [index.key(place) for place in places]
-    return [f"{digest.hex()[:12]}#{place}" for place in places]
+            index = read_index(store.path(manifest.digest, at))
+            return [f"{of_part}{index.key(first + place)}" for place in places]
+    return [f"{of_part}{manifest.shard_digests[at].hex()[:12]}#{first + place}" for place in places]

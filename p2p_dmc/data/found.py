@@ -22,15 +22,13 @@ from p2p_dmc.data.index import (
     decode_key,
     encode_key,
 )
-from p2p_dmc.data.manifest import MAX_CLASSES
+from p2p_dmc.data.manifest import MAX_CLASSES, RESERVED
 from p2p_dmc.data.spill import RECORD_BYTES, Log
 from p2p_dmc.data.tar import member_bytes
 from p2p_dmc.errors import UserError
 
 Stamp = tuple[int, int]
 """Of a file: its size in bytes, when it was last written to (ns)."""
-
-RESERVED = frozenset({"__key__", "__shard__"})
 
 
 class FileField(NamedTuple):

@@ -55,6 +55,10 @@ _KEYS = (
 _FIRST_BYTES_KEY = 6
 
 
+RESERVED = frozenset({"__key__", "__dataset__", "__shard__"})
+"""What a sample says of itself; no field is named so."""
+
+
 def content_digest(data: bytes) -> bytes:
     """BLAKE2b-128, the digest of shards and manifests."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
@@ -107,7 +111,7 @@ class Manifest:
         check(self.version == VERSION, "manifest version", self.version)
         check_settings(self.name, self.mode, self.replicas, self.seed)
         check_names("field", self.fields, MAX_EXTENSIONS)
-        check("__key__" not in self.fields and "__shard__" not in self.fields, "fields", self.fields)
+        check(not RESERVED.intersection(self.fields), "fields", self.fields)
         check(1 <= len(self.shards) <= MAX_SHARDS, "number of shards", len(self.shards))
         check_names("class", self.classes, min(MAX_CLASSES, len(self)))
         check(len(set(self.shard_digests)) == len(self.shards), "shards", "one of them is listed twice")

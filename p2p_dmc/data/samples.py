@@ -37,7 +37,8 @@ class SampleReader:
         """By descriptor, of those that are open."""
 
     def read(self, path: Path, manifest: Manifest, shard_index: int, sample_index: int) -> Sample:
-        """A sample of the shard file at ``path``: ``__key__``, ``__shard__`` (digest, hex), bytes per field.
+        """A sample of the shard file at ``path``: ``__key__``, ``__dataset__`` (the manifest's name), ``__shard__``
+        (digest, hex), bytes per field.
 
         Raises IndexError for an index the manifest does not have, FileNotFoundError when the file is gone,
         ShardDamaged when it is too short.
@@ -59,7 +60,7 @@ class SampleReader:
         entries = [index[sample_index] for sample_index in sample_indices]
         samples: list[Sample] = [{}] * len(entries)
         for place in sorted(range(len(entries)), key=lambda i: entries[i].fields[0][1]):
-            samples[place] = _sample(path, descriptor, entries[place], name)
+            samples[place] = _sample(path, descriptor, entries[place], manifest.name, name)
         return samples
 
     def close(self) -> None:
@@ -117,9 +118,9 @@ def read_index(path: Path) -> ShardIndex:
             raise ShardDamaged(f"{str(path)!r}: {error}") from error
 
 
-def _sample(path: Path, descriptor: int, entry: SampleEntry, shard_name: str) -> Sample:
+def _sample(path: Path, descriptor: int, entry: SampleEntry, dataset_name: str, shard_name: str) -> Sample:
     """Fields that lie close together, as a tar's do, cost one read."""
-    sample: Sample = {"__key__": entry.key, "__shard__": shard_name}
+    sample: Sample = {"__key__": entry.key, "__dataset__": dataset_name, "__shard__": shard_name}
     if len(entry.fields) == 1:
         ((extension, offset, size),) = entry.fields
         sample[extension] = _read(path, descriptor, offset, size, entry.key)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2p_dmc.agent.run_files import load_run
+from p2p_dmc.agent.run_files import load_run, parts_of
 from p2p_dmc.core.ledger import Stretch, check_exact
 from p2p_dmc.data.disk import MANIFEST_NAME
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.mixture import Mixture, Part
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.journal import read_lines
 
@@ -101,14 +102,22 @@ def _history_of(line: Line, views: Sequence[Line]) -> str:
     return str(newest[0]["history"]) if newest else ""
 
 
-def sample_counts(homes: Iterable[Path], run: str) -> tuple[int, ...]:
-    """Samples per shard of the data set that the run's fingerprint names; UserError when no home has it."""
+def trained_on(homes: Sequence[Path], run: str) -> tuple[dict[str, str], Mixture]:
+    """The run's fingerprint, and what it says that the run trains on; UserError when no home has taken part, or none
+    has the manifests.
+    """
     for home in homes:
-        named = dict(load_run(home / "runs" / run).get("fingerprint", ())).get("data set", "")
-        digest = str(named).rpartition(" ")[2]
-        for path in sorted((home / "store").glob(f"{digest}*/{MANIFEST_NAME}")) if digest else ():
-            return Manifest.from_bytes(path.read_bytes()).sample_counts
+        pairs = [(str(a), str(b)) for a, b in load_run(home / "runs" / run).get("fingerprint", ())]
+        found = [(_manifest(homes, part.digest), part.passes) for part in parts_of(pairs)]
+        parts = tuple(Part(manifest, passes) for manifest, passes in found if manifest is not None)
+        if parts and len(parts) == len(found):
+            return dict(pairs), Mixture(parts)
     raise UserError(f"run {run!r}: none of the homes has taken part and holds its data set's manifest")
+
+
+def _manifest(homes: Sequence[Path], digest: str) -> Manifest | None:
+    paths = (path for home in homes for path in (home / "store").glob(f"{digest}*/{MANIFEST_NAME}"))
+    return next((Manifest.from_bytes(path.read_bytes()) for path in paths), None)
 
 
 def audit(homes: Sequence[Path], run: str, *, skipped: Iterable[tuple[int, Stretch]] = ()) -> Audit:
@@ -117,13 +126,13 @@ def audit(homes: Sequence[Path], run: str, *, skipped: Iterable[tuple[int, Stret
     ``skipped``: (epoch, stretch) that the run gave up, besides what its rounds have on record as skipped.
     """
     journals = [read_journal(home, run) for home in homes]
-    return judge(journals, sample_counts(homes, run), skipped=skipped)
+    return judge(journals, trained_on(homes, run)[1].sample_counts, skipped=skipped)
 
 
 def judge(
     journals: Sequence[PeerJournal], counts: Sequence[int], *, skipped: Iterable[tuple[int, Stretch]] = ()
 ) -> Audit:
-    """As `audit`, for journals in memory. ``counts``: samples per shard."""
+    """As `audit`, for journals in memory. ``counts``: samples per shard, of a mixture per shard of it."""
     history = winning_history(journals)
     head, rounds, broken = winning_rounds(journals, history)
     compared, unequal = compare(journals)

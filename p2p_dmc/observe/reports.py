@@ -92,8 +92,9 @@ def gather(asked: Asked) -> Facts:
     for dataset in facts["datasets"]:
         dataset["progress"] = [
             {"run": run["run"], "epoch": run["epoch"], "epochs": run["epochs"], **run["epoch_progress"]}
+            | ({"mixture": run["dataset_name"]} if run.get("dataset") != dataset["dataset"] else {})
             for run in facts["runs"]
-            if run.get("dataset") == dataset["dataset"]
+            if dataset["dataset"] in (run.get("dataset"), *(part["dataset"] for part in run.get("parts", ())))
         ]
     return facts
 
@@ -176,7 +177,8 @@ def _render_dataset(dataset: Facts, names: dict[str, str], terminal: Terminal) -
         where = f"epoch {p['epoch'] + 1} of {p['epochs']}, {p['counted']} of {p['total']} samples counted"
         skipped = f", {p['skipped']} skipped" if p["skipped"] else ""
         done = f"all of {plural(p['epochs'], 'epoch')} done"
-        lines.append(f"run {p['run']}: {done if p['epoch'] >= p['epochs'] else where + skipped}")
+        mixed = f" on {p['mixture']}" if "mixture" in p else ""
+        lines.append(f"run {p['run']}{mixed}: {done if p['epoch'] >= p['epochs'] else where + skipped}")
     terminal.print(Text(printable("\n".join(lines))))
     holders = table_of("HOLDER", "SHARDS")
     for peer_id, count in dataset["holders"].items():

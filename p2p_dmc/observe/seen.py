@@ -13,16 +13,13 @@ from typing import Any
 
 from p2p_dmc.agent.barrier import BarrierResult
 from p2p_dmc.agent.course import Course
-from p2p_dmc.agent.run_files import load_run
 from p2p_dmc.agent.work import Work, decode_payload, opening_ledger, plain
 from p2p_dmc.core.adacomm import TauPolicy, start
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.braids import Braid, in_turn
 from p2p_dmc.core.ledger import Ledger, sample_index
-from p2p_dmc.data.disk import MANIFEST_NAME
-from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.errors import UserError
-from p2p_dmc.observe.audit import Line, PeerJournal, read_journal, winning_history, winning_rounds
+from p2p_dmc.observe.audit import Line, PeerJournal, read_journal, trained_on, winning_history, winning_rounds
 from p2p_dmc.wire.messages import RoundHeader
 
 POLICY = TauPolicy(kind="fixed", tau0=1)
@@ -39,7 +36,8 @@ class Seen:
     round: int
     epoch: int
     samples: tuple[tuple[int, int], ...]
-    """(shard, index of the sample in the shard), in the order in which it consumed them."""
+    """(shard, index of the sample in the shard), in the order in which it consumed them; of a mixture its shard, see
+    `audit.trained_on`."""
 
 
 def seen(homes: Sequence[Path], run: str) -> Iterator[Seen]:
@@ -86,15 +84,10 @@ def _samples(ledger: Ledger, epoch: int, braids: Iterable[Braid]) -> Iterator[tu
 
 def _beginning(homes: Sequence[Path], run: str) -> tuple[Ledger, bool]:
     """The ledger before the first round; whether lost shards count as skipped."""
-    for home in homes:
-        settings = dict(load_run(home / "runs" / run).get("fingerprint", ()))
-        digest = str(settings.get("data set", "")).rpartition(" ")[2]
-        for path in sorted((home / "store").glob(f"{digest}*/{MANIFEST_NAME}")) if digest else ():
-            manifest = Manifest.from_bytes(path.read_bytes())
-            seed, epochs = int(settings["seed"]), int(settings["epochs"])
-            ledger = Ledger.start(manifest.digest, manifest.sample_counts, seed, epochs)
-            return ledger, settings["lost shards"] == "skip"
-    raise UserError(f"run {run!r}: none of the homes has taken part and holds its data set's manifest")
+    settings, mixture = trained_on(homes, run)
+    seed, epochs = int(settings["seed"]), int(settings["epochs"])
+    ledger = Ledger.start(mixture.digest, mixture.sample_counts, seed, epochs)
+    return ledger, settings["lost shards"] == "skip"
 
 
 def _views(journals: Iterable[PeerJournal], line: Line) -> dict[str, View]:

@@ -1,4 +1,4 @@
-"""A data set as a script sees it: what the manifest says, and all its samples once, for evaluation."""
+"""What a script trains on, as it sees it: what the manifests say, and all the samples once, for evaluation."""
 
 from __future__ import annotations
 
@@ -6,62 +6,96 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from p2p_dmc.data.disk import shard_path
-from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged, read_index
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
 
 class Dataset:
-    """``len(data)`` and ``data.classes`` (folder names, sorted) come from the manifest.
+    """A data set, or a mixture of several. ``len(data)``, the samples of an epoch, and ``data.classes`` come from the
+    manifests.
 
-    Iterating reads every sample once, in the shards' order and without the ledger, ``data.keys()`` their keys
-    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__shard__``, and
-    one ``bytes`` field per extension.
+    Iterating reads every sample of an epoch, in the shards' order and without the ledger, ``data.keys()`` their keys
+    alone; shards that are not on this machine are fetched. A sample is a dict: ``__key__``, ``__dataset__`` (the name),
+    ``__shard__``, and one ``bytes`` field per extension.
     """
 
-    def __init__(self, name: str, digest: bytes, manifest: Manifest, folder: Path, rounds: Rounds) -> None:
-        self.name = name
-        self.digest = digest
-        self.manifest = manifest
-        self.folder = folder
+    def __init__(self, mixture: Mixture, store_root: Path, rounds: Rounds) -> None:
+        self.mixture = mixture
+        self.store_root = store_root
         self._rounds = rounds
         self._reader = SampleReader()
 
+    @property
+    def name(self) -> str:
+        """Of a mixture with its passes, `3 x code + 7 x web`."""
+        return self.mixture.name
+
+    @property
+    def digest(self) -> bytes:
+        """What it is known by: of a mixture it covers its data sets' digests and passes."""
+        return self.mixture.digest
+
+    @property
+    def parts(self) -> dict[str, Dataset]:
+        """A mixture's data sets by name, each by itself: iterating over one gives its samples once."""
+        return {
+            part.manifest.name: Dataset(Mixture.of(part.manifest), self.store_root, self._rounds)
+            for part in self.mixture.parts
+        }
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """How many times an epoch each data set's samples come, by name."""
+        return {part.manifest.name: part.passes for part in self.mixture.parts}
+
+    @property
+    def recipe(self) -> tuple[tuple[bytes, int], ...]:
+        """For the agent: digest and passes of a mixture's data sets; () of one by itself."""
+        parts = self.mixture.parts if self.mixture.is_mixed else ()
+        return tuple((part.manifest.digest, part.passes) for part in parts)
+
     def __len__(self) -> int:
-        return len(self.manifest)
+        return self.mixture.samples
 
     def keys(self) -> Iterator[str]:
         """Every sample's key, in the order of iteration, read from the shards' indexes."""
-        for shard in range(len(self.manifest.shards)):
+        for shard, count in enumerate(self.mixture.sample_counts):
+            first = self.mixture.where(shard).first
             try:
                 index = read_index(self._path(shard))
             except (FileNotFoundError, ShardDamaged):
                 index = read_index(self.fetch(shard))
-            yield from index.keys()
+            yield from map(index.key, range(first, first + count))
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the top-level folders, sorted, as torchvision's ImageFolder counts classes."""
-        return self.manifest.classes
+        """Names of the top-level folders, sorted, as torchvision's ImageFolder counts classes; of a mixture those of
+        all its data sets.
+        """
+        return self.mixture.classes
 
     def __iter__(self) -> Iterator[Sample]:
-        for shard, count in enumerate(self.manifest.sample_counts):
+        for shard, count in enumerate(self.mixture.sample_counts):
             for index in range(count):
                 yield self.read(shard, index)
 
     def read(self, shard: int, index: int) -> Sample:
         """One sample; its shard is fetched if it is not on this machine, or not whole."""
+        manifest, place, first = self.mixture.where(shard)
         try:
-            return self._reader.read(self._path(shard), self.manifest, shard, index)
+            return self._reader.read(self._path(shard), manifest, place, first + index)
         except (FileNotFoundError, ShardDamaged):
-            return self._reader.read(self.fetch(shard), self.manifest, shard, index)
+            return self._reader.read(self.fetch(shard), manifest, place, first + index)
 
     def _path(self, shard: int) -> Path:
-        return shard_path(self.folder, self.manifest.shards[shard].digest)
+        manifest, place, _ = self.mixture.where(shard)
+        return shard_path(self.store_root / manifest.digest.hex(), manifest.shard_digests[place])
 
     def fetch(self, shard: int) -> Path:
         """Have the agent fetch a shard, or verify it, and wait for that; where it is."""
-        self._rounds.send(ShardRequest(dataset=self.digest, shard=shard))
-        ready = self._rounds.expect(ShardReady, lambda m: m.dataset == self.digest and m.shard == shard)
+        manifest, place, _ = self.mixture.where(shard)
+        self._rounds.send(ShardRequest(dataset=manifest.digest, shard=place))
+        ready = self._rounds.expect(ShardReady, lambda m: m.dataset == manifest.digest and m.shard == place)
         return Path(ready.path)

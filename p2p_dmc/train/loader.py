@@ -84,9 +84,8 @@ class Loader(DataLoader[Any]):
         self._skips = 0
         self._given = (0, 0)  # epoch, batches of it that the loop has got
         made = Source(
-            manifest=data.manifest,
-            digest=data.digest,
-            folder=data.folder,
+            mixture=data.mixture,
+            store_root=data.store_root,
             seed=seed,
             decode=decode,
             collate=self.collate_fn,
@@ -190,6 +189,7 @@ class Loader(DataLoader[Any]):
             parameters=flat.specs,
             tau_policy=optimizer.policy.to_bytes(),
             outer="average",
+            parts=self._data.recipe,
         )
         self._rounds.start(ready, flat, optimizer.inner)
         if self._loaded is not None and self._rounds.view is not None:

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.proportions import TOLERANCE
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train.collective import GroupKeeper
 from p2p_dmc.train.dataset import Dataset
 from p2p_dmc.train.link import AgentLink, LinkFailed
 from p2p_dmc.train.loader import Loader, OnError
+from p2p_dmc.train.mixing import mixture_meant
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.train.source import Collate, Decode
 from p2p_dmc.wire import trainer_messages as tm
@@ -140,13 +142,26 @@ class Peer:
         view = self._rounds.view
         return view is not None and view.rank == 0
 
-    def dataset(self, name: str) -> Dataset:
-        """The data set of that name; waits until its manifest and a first shard are on this machine."""
+    def dataset(
+        self,
+        name: str | Mapping[str, float] | None = None,
+        *,
+        repeat: Mapping[str, int] | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> Dataset:
+        """The data set of that name; waits until its manifest and a first shard are on this machine.
+
+        Several at once: ``name`` maps the names to weights, ``{"web": 0.7, "code": 0.3}``, and an epoch is as many
+        whole passes over each that its share of the samples is its weight's, give or take ``tolerance`` (0.01: a
+        percentage point). Or ``repeat`` maps the names to the passes. Each sample counts once in each pass.
+        """
+        mixture = mixture_meant(name, repeat, tolerance, self._manifest)
+        return Dataset(mixture, Path(self._welcome.store_root), self._rounds)
+
+    def _manifest(self, name: str) -> Manifest:
         self._send(tm.DatasetRequest(name=name))
         ready = self._rounds.expect(tm.DatasetReady, lambda message: message.name == name)
-        manifest = Manifest.from_bytes(Path(ready.manifest_path).read_bytes())
-        folder = Path(self._welcome.store_root) / ready.digest.hex()
-        return Dataset(name, ready.digest, manifest, folder, self._rounds)
+        return Manifest.from_bytes(Path(ready.manifest_path).read_bytes())
 
     def loader(
         self,

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from p2p_dmc.core.ledger import sample_permutation
 from p2p_dmc.data.disk import shard_path
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
 from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.processes import die_with_parent
@@ -43,19 +44,18 @@ PARENT_LOOK_S = 0.5
 class Source:
     """A map-style data set to torch's machinery, whose index is a whole batch."""
 
-    manifest: Manifest
-    digest: bytes
-    folder: Path
+    mixture: Mixture
+    store_root: Path
     seed: int
     decode: Decode | None
     collate: Collate
     skip: bool
     """A sample that ``decode`` raises on is left out; else the error is the batch's."""
     _reader: SampleReader = field(default_factory=SampleReader, repr=False)
-    _paths: dict[int, Path] = field(default_factory=dict, repr=False)
+    _places: dict[int, tuple[Path, Manifest, int, int]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
-        return len(self.manifest)
+        return self.mixture.samples
 
     def __getitems__(self, batch: Batch | None) -> Outcome | None:
         """None for None: the pipe is kept full with those."""
@@ -74,10 +74,10 @@ class Source:
         for shard, lo, hi in batch.pieces:
             indices = self._order(batch.epoch, shard)[lo:hi][: MOST_NAMED - len(keys)]
             try:
-                read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
-                keys += [str(sample["__key__"]) for sample in read]
+                keys += [str(sample["__key__"]) for sample in self._read(shard, indices)]
             except (FileNotFoundError, ShardDamaged):
-                keys += [f"{self.manifest.shards[shard].digest.hex()}#{index}" for index in indices]
+                manifest, at, first = self.mixture.where(shard)
+                keys += [f"{manifest.shard_digests[at].hex()}#{first + index}" for index in indices]
         more = f" and {len(batch) - len(keys)} more" if len(batch) > len(keys) else ""
         return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
 
@@ -93,6 +93,7 @@ class Source:
                 items.append(sample if self.decode is None else self.decode(sample))
             except Exception as error:
                 name = f"sample {sample['__key__']!r} of shard {sample['__shard__']!r}"
+                name += f" of data set {sample['__dataset__']!r}" if self.mixture.is_mixed else ""
                 if not self.skip:
                     add_note(error, f"in decode of {name}")
                     raise
@@ -117,21 +118,24 @@ class Source:
         samples: list[Sample] = [{}] * place
         for shard, (places, indices, _) in wanted.items():
             try:
-                read = self._reader.read_many(self._path(shard), self.manifest, shard, indices)
+                read = self._read(shard, indices)
             except (FileNotFoundError, ShardDamaged):
                 return shard
             for place, sample in zip(places, read, strict=True):
                 samples[place] = sample
         return samples
 
-    def _path(self, shard: int) -> Path:
-        if shard not in self._paths:
-            self._paths[shard] = shard_path(self.folder, self.manifest.shards[shard].digest)
-        return self._paths[shard]
+    def _read(self, shard: int, indices: Sequence[int]) -> list[Sample]:
+        if shard not in self._places:
+            manifest, at, first = self.mixture.where(shard)
+            path = shard_path(self.store_root / manifest.digest.hex(), manifest.shard_digests[at])
+            self._places[shard] = path, manifest, at, first
+        path, manifest, at, first = self._places[shard]
+        return self._reader.read_many(path, manifest, at, [first + index for index in indices])
 
     def _order(self, epoch: int, shard: int) -> tuple[int, ...]:
-        count = self.manifest.sample_counts[shard]
-        return sample_permutation(self.digest, self.seed, epoch, shard, count)
+        count = self.mixture.sample_counts[shard]
+        return sample_permutation(self.mixture.digest, self.seed, epoch, shard, count)
 
 
 class Failure:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from p2p_dmc.config import DOMAIN
 from p2p_dmc.core import agreement_messages, membership
 from p2p_dmc.core.agreement_messages import DIGEST_BYTES, NUMBER_MAX
+from p2p_dmc.core.membership_messages import MAX_META_BYTES
 from p2p_dmc.core.placement import MAX_WEIGHT
 from p2p_dmc.core.quorum import Quorum
+from p2p_dmc.data.mixture import MAX_PARTS
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.codec import message
@@ -66,7 +68,9 @@ class RunMeta:
     quorum: str  # the run's, for peers whose command names none; "" before it is settled
     backend: str
     on_lost: str
-    dataset: bytes = b""  # the version that it trains on; b"" before the trainer has said
+    dataset: bytes = (
+        b""  # digest of the version that it trains on, of a mixture each part's; b"" before it has said
+    )
     replaced: tuple[bytes, ...] = ()  # whose place `history` took by eviction: who is in one gives it up
 
     def __post_init__(self) -> None:
@@ -74,8 +78,14 @@ class RunMeta:
             raise ValueError(f"boot {self.boot} or quorum {self.quorum[:20]!r} of a run")
         if len(self.replaced) > REPLACED_TOLD or any(len(h) != DIGEST_BYTES for h in self.replaced):
             raise ValueError(f"{len(self.replaced)} replaced histories, or one that is none")
-        if len(self.dataset) not in (0, DIGEST_BYTES):
+        if len(self.dataset) % DIGEST_BYTES or len(self.dataset) > MAX_PARTS * DIGEST_BYTES:
             raise ValueError(f"data set {self.dataset!r:.50}")
+
+    @property
+    def datasets(self) -> tuple[bytes, ...]:
+        """The digests in ``dataset``."""
+        starts = range(0, len(self.dataset), DIGEST_BYTES)
+        return tuple(self.dataset[at : at + DIGEST_BYTES] for at in starts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +104,16 @@ class PeerMeta:
 
 
 def encode_meta(meta: PeerMeta) -> bytes:
-    return codec.pack_value(meta)
+    """Of as many runs as there is room for, the last ones."""
+    while len(packed := codec.pack_value(meta)) > MAX_META_BYTES and meta.runs:
+        meta = replace(meta, runs=meta.runs[1:])
+    return packed
 
 
 def decode_meta(data: bytes) -> PeerMeta | None:
     """None for what another version of the program may have put there."""
     try:
-        return codec.unpack_value(PeerMeta, data, 2048)
+        return codec.unpack_value(PeerMeta, data, MAX_META_BYTES)
     except RemoteProtocolError:
         return None
 

@@ -76,13 +76,16 @@ class DatasetRequest:
 class RunReady:
     """Model, optimizer and loader exist. Run-wide settings, part of the fingerprint except ``batch_size``."""
 
-    dataset: bytes  # digest
+    dataset: bytes  # digest, of the mixture if it is one
     seed: int
     epochs: int
     batch_size: int
     parameters: tuple[ParameterSpec, ...]
     tau_policy: bytes  # core.adacomm.TauPolicy.to_bytes()
     outer: str  # "average"
+    parts: tuple[
+        tuple[bytes, int], ...
+    ] = ()  # digest and passes of each data set of a mixture; (): no mixture
 
 
 @message

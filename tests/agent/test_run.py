@@ -284,7 +284,7 @@ def test_a_script_that_is_run_again_is_another_member(tmp_path: Path) -> None:
 
 def test_shards_that_are_lost_or_back_or_no_room_ask_for_another_view() -> None:
     has = {0, 1}
-    data = SimpleNamespace(reachable=lambda dataset: frozenset(has), full=False)
+    data = SimpleNamespace(reachable=lambda: frozenset(has), full=False)
     ledger = Ledger.start(b"d" * 16, [4, 4, 4], 1, 1).advance([Stretch(shard=1, lo=0, hi=4)])
     work = Work.for_view(view_of([payload((), 3, reachable=(0, 1))]), 0, ledger, keep_leases=False)
     training = cast(Training, SimpleNamespace(work=work, ledger=ledger, full=False))

@@ -16,10 +16,12 @@ from p2p_dmc.agent.jobs import Jobs
 from p2p_dmc.data.appending import plan_versions
 from p2p_dmc.data.formats import scan
 from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.mixture import Mixture, Part
 from p2p_dmc.data.seeding import Plan
 from p2p_dmc.data.store import Store
 from tests.agent.helpers import peer, run_meta
 from tests.agent.test_datasets import copy, damage, empty, net_of, run, seeded
+from tests.agent.test_run_files import READY
 from tests.data.helpers import make_tree
 
 __all__ = ["net_of", "seeded"]  # fixtures
@@ -140,6 +142,11 @@ def test_a_run_that_is_on_record_here_goes_on_with_its_version(
     assert begun.pinned == f"small@{twelve}"
     run_files.save_run(begun.folder, fingerprint=[["data set", f"another {twelve}"]])
     assert begun.pinned is None  # the script names another one: the run's fingerprint refuses it
+    mixed = Mixture((Part(first, 2), Part(replace(first, name="another"), 1)))
+    parts = run_files.KnownPart.all_of(mixed)
+    pairs = run_files.fingerprint(READY, mixed.name, "majority", "auto", "wait", parts)
+    run_files.save_run(begun.folder, fingerprint=pairs)
+    assert begun.pinned == f"small@{twelve}"
 
 
 def test_a_newcomer_takes_the_version_of_the_run_that_it_finds(
@@ -161,6 +168,12 @@ def test_a_newcomer_takes_the_version_of_the_run_that_it_finds(
     assert begun.pinned == f"small@{(b'u' * 16).hex()}"  # nothing is known of it yet: it is waited for
     begun.manifests[b"u" * 16] = replace(first, name="another")
     assert begun.pinned is None
+    says(history=b"h" * 16, dataset=b"u" * 16 + first.digest)  # it mixes two
+    assert begun.pinned == f"small@{first.digest.hex()}"
+    says(history=b"h" * 16, dataset=b"v" * 16 + first.digest)
+    assert begun.pinned == f"small@{first.digest.hex()}"
+    says(history=b"h" * 16, dataset=b"v" * 16 + b"u" * 16)
+    assert begun.pinned == f"small@{(b'v' * 16).hex()}"
 
 
 def test_with_versions_to_choose_from_the_seeds_are_heard_first(seeded: tuple[Store, Manifest]) -> None:

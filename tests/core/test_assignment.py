@@ -271,10 +271,10 @@ def test_the_digest_tells_lists_apart() -> None:
 class Run:
     """Peers come, go and crash, rounds complete or fail: DESIGN section 7 with no network at all."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, digest: bytes = DIGEST, counts: Sequence[int] = ()) -> None:
         self.rng = rng
-        self.counts = [rng.randint(1, 20) for _ in range(rng.randint(4, 12))]
-        self.ledger = Ledger.start(DIGEST, self.counts, rng.randrange(9), 2)
+        self.counts = list(counts) or [rng.randint(1, 20) for _ in range(rng.randint(4, 12))]
+        self.ledger = Ledger.start(digest, self.counts, rng.randrange(9), 2)
         self.counted: list[tuple[int, Stretch]] = []
         self.claims: dict[int, tuple[Braid, ...]] = {}
         self.failed_rounds = 0
@@ -309,8 +309,12 @@ class Run:
                 return
             self.claims = {}  # an epoch's end is no view change: the next assignment, the same members
 
+    def holdings(self) -> frozenset[int]:
+        """Of one member, in this view."""
+        return frozenset(s for s in range(len(self.counts)) if self.rng.random() < 0.5)
+
     def plan(self, members: list[int]) -> Assignment:
-        holdings = [[s for s in range(len(self.counts)) if self.rng.random() < 0.5] for _ in members]
+        holdings = [self.holdings() for _ in members]
         claims = [self.claims.get(m, ()) for m in members]
         plan = assign(
             self.ledger, len(members), holdings, [self.rng.choice([0, 1, 9]) for _ in members], claims

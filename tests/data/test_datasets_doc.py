@@ -10,10 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from p2p_dmc.cli import main
+from p2p_dmc.core.braids import INTERLEAVED
 from p2p_dmc.data.formats import CLASS, FORMATS
 from p2p_dmc.data.index import MAX_KEY_BYTES
+from p2p_dmc.data.mixture import MAX_PARTS, MAX_PASSES, SHARDS
+from p2p_dmc.data.proportions import TOLERANCE
 from p2p_dmc.data.readers.base import COMPRESSIONS, PICKLES
 from p2p_dmc.data.seeding import HELD_OUT
+from p2p_dmc.train.mixing import described
+from tests.data.test_mixture import MIXED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 
@@ -50,8 +55,15 @@ def test_names_that_the_text_gives() -> None:
     assert f"`{CLASS}`" in TEXT and f"`NAME{HELD_OUT}`" in TEXT and f"{MAX_KEY_BYTES} bytes" in TEXT
 
 
+def test_the_line_of_a_mixture() -> None:
+    assert f"    {described(MIXED)}\n" in TEXT
+    assert f"more than {MAX_PASSES} times, and at most {MAX_PARTS} can be mixed" in TEXT
+    assert SHARDS == 1024 and "about a thousand an epoch" in TEXT and INTERLEAVED == 16
+    assert TOLERANCE == 0.01 and "within a percentage point" in TEXT
+
+
 def test_the_scripts_compile() -> None:
     scripts = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(scripts) == 5
+    assert len(scripts) == 7
     for script in scripts:
         compile(script, "datasets.md", "exec")

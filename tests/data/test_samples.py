@@ -41,6 +41,7 @@ def test_every_sample_in_any_order_equals_the_files(seeded: tuple[Path, Store, M
             assert open_descriptors() <= before + 2
             key = sample.pop("__key__")
             assert isinstance(key, str)
+            assert sample.pop("__dataset__") == manifest.name
             assert sample.pop("__shard__") == manifest.shards[i].digest.hex()
             seen.add(key)
             for extension, data in sample.items():
@@ -138,12 +139,12 @@ def test_fields_far_apart_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         far = SampleEntry("key", (("a", 0, 10), ("b", 100_010, 20)))
         near = SampleEntry("key", (("a", 5, 5), ("b", 8, 100)))
-        assert samples._sample(path, descriptor, far, "s") == {
-            "__key__": "key", "__shard__": "s", "a": b"a" * 10, "b": b"b" * 20,
+        assert samples._sample(path, descriptor, far, "d", "s") == {
+            "__key__": "key", "__dataset__": "d", "__shard__": "s", "a": b"a" * 10, "b": b"b" * 20,
         }  # fmt: skip
         assert sizes == [10, 20]
         sizes.clear()
-        assert samples._sample(path, descriptor, near, "s")["b"] == b"aa" + bytes(98)
+        assert samples._sample(path, descriptor, near, "d", "s")["b"] == b"aa" + bytes(98)
         assert sizes == [103]
     finally:
         os.close(descriptor)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from p2p_dmc.agent.run_files import KnownPart, fingerprint, save_run
+from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.data.disk import MANIFEST_NAME
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.errors import UserError
-from p2p_dmc.observe.audit import Audit, PeerJournal, audit, judge, read_journal
+from p2p_dmc.observe.audit import Audit, PeerJournal, audit, judge, read_journal, trained_on
+from p2p_dmc.wire.trainer_messages import RunReady
+from tests.data.test_mixture import CODE, MIXED, WEB
 
 COUNTS = (4, 2)
 Lines = list[dict[str, Any]]
@@ -244,3 +251,23 @@ def test_no_round_at_all_is_no_success() -> None:
 def test_homes_without_the_run_are_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run 'r': none of the homes"):
         audit([tmp_path], "r")
+
+
+def test_the_parts_of_a_mixture_may_lie_in_several_homes(tmp_path: Path) -> None:
+    ready = RunReady(
+        dataset=MIXED.digest, seed=1, epochs=2, batch_size=4, parameters=(), outer="average",
+        tau_policy=TauPolicy(kind="fixed", tau0=1).to_bytes(),
+    )  # fmt: skip
+    homes = [tmp_path / name for name in "abc"]
+    pairs = fingerprint(ready, MIXED.name, "majority", "auto", "wait", KnownPart.all_of(MIXED))
+    save_run(homes[1] / "runs" / "r", fingerprint=pairs)
+    for home, manifest in ((homes[0], WEB), (homes[2], CODE)):
+        with pytest.raises(UserError, match="holds its data set's manifest"):
+            trained_on(homes, "r")
+        folder = home / "store" / manifest.digest.hex()
+        folder.mkdir(parents=True)
+        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    assert trained_on(homes, "r") == (dict(pairs), MIXED)
+    alone = fingerprint(replace(ready, dataset=WEB.digest), "web", "majority", "auto", "wait")
+    save_run(homes[1] / "runs" / "r", fingerprint=alone)
+    assert trained_on(homes, "r") == (dict(alone), Mixture.of(WEB))

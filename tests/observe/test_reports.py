@@ -159,3 +159,40 @@ def test_show_pads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     reports.show(reports.render_status, status_facts())
     out = capsys.readouterr().out
     assert out == "".join(line.rstrip() + "\n" for line in out.splitlines()) and len(out) < 2000
+
+
+def test_a_mixtures_progress_is_shown_with_each_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = status_facts()
+    run, dataset = facts["runs"][0], facts["datasets"][0]
+    facts["runs"] = [
+        run
+        | {"dataset": "e" * 32, "dataset_name": "3 x code + 1 x web"}
+        | {
+            "parts": [
+                {"dataset": d * 32, "name": name, "passes": n}
+                for d, name, n in (("c", "code", 3), ("d", "web", 1))
+            ]
+        },
+        run
+        | {
+            "run": "alone",
+            "dataset": "c" * 32,
+            "parts": [{"dataset": "c" * 32, "name": "code", "passes": 1}],
+        },
+        dict.fromkeys(run) | {"run": "young", "members": [], "learners": [], "parts": []},
+    ]
+    facts["datasets"] = [
+        dataset | {"name": "web"},
+        dataset | {"name": "code", "dataset": "c" * 32},
+        dataset | {"dataset": "f" * 32},
+    ]
+    monkeypatch.setattr(reports.Asked, "ask", lambda self, command: facts)
+    web, code, other = reports.gather(reports.Asked())["datasets"]
+    assert [p["run"] for p in web["progress"]] == ["train"] and other["progress"] == []
+    assert [p["run"] for p in code["progress"]] == ["train", "alone"]
+    text = rendered(reports.render_status, facts, 400)
+    assert (
+        text.count("run train on 3 x code + 1 x web: epoch 2 of 5, 600 of 1800 samples counted, 3 skipped\n")
+        == 2
+    )
+    assert text.count("run alone: epoch 2 of 5") == 1

@@ -14,6 +14,7 @@ from rich.progress import track
 from torch.utils.data import DataLoader, get_worker_info
 
 import p2p_dmc as dmc
+from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.loader import Loader
@@ -511,9 +512,8 @@ def test_a_round_comes_early_when_much_is_skipped(
 def test_a_batch_is_named_also_when_its_shard_is_gone(agent: ScriptedAgent) -> None:
     def named(folder: Path) -> str:
         made = Source(
-            manifest=agent.manifest,
-            digest=agent.manifest.digest,
-            folder=folder,
+            mixture=Mixture.of(agent.manifest),
+            store_root=folder,
             seed=0,
             decode=None,
             collate=list,
@@ -522,7 +522,7 @@ def test_a_batch_is_named_also_when_its_shard_is_gone(agent: ScriptedAgent) -> N
         return made.name(Batch(0, ((0, 0, 2), (1, 0, 2))))
 
     first = [f"'s{x:.0f}'" for x in numbers(agent)[:2]]
-    assert named(agent.store.path(agent.manifest.digest, 0).parents[1]).startswith(
+    assert named(agent.store.path(agent.manifest.digest, 0).parents[2]).startswith(
         f"samples {', '.join(first)}, 's"
     )
     digest = agent.manifest.shards[0].digest.hex()

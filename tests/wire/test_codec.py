@@ -346,5 +346,7 @@ def test_values_inside_messages_there_and_back() -> None:
     with pytest.raises(RemoteProtocolError, match="does not have the digest"):
         head[0](head[1])
     assert decode_meta(b"junk") is None
-    assert decode_meta(encode_meta(PeerMeta(weight=1, runs=told.runs * 60))) is None  # more than 2048 bytes
+    assert (
+        decode_meta(codec.pack_value(PeerMeta(weight=1, runs=told.runs * 60))) is None
+    )  # more than 2048 bytes
     assert codec.unpack_value(StrikeList, strikes[1], 1 << 20).strikes == decode_strikes(strikes[1])
