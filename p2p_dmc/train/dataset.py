@@ -8,6 +8,7 @@ from pathlib import Path
 from p2p_dmc.data.disk import shard_path
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged, read_index
+from p2p_dmc.errors import UserError
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
@@ -61,7 +62,25 @@ class Dataset:
         return shard_path(self.folder, self.manifest.shards[shard].digest)
 
     def fetch(self, shard: int) -> Path:
-        """Have the agent fetch a shard, or verify it, and wait for that; where it is."""
+        """Have the agent fetch a shard, or verify it, and wait for that; where it is.
+
+        UserError where the shard's digest is right and its index is not: it was made like that, no other copy helps.
+        """
         self._rounds.send(ShardRequest(dataset=self.digest, shard=shard))
         ready = self._rounds.expect(ShardReady, lambda m: m.dataset == self.digest and m.shard == shard)
-        return Path(ready.path)
+        path = Path(ready.path)
+        try:
+            found, said = len(read_index(path)), self.manifest.sample_counts[shard]
+        except FileNotFoundError:
+            return path  # gone again: whoever reads it asks again
+        except ShardDamaged as error:
+            raise self._made_wrong(shard, str(error)) from error
+        if found != said:
+            raise self._made_wrong(shard, f"{found} samples, and the manifest says {said}")
+        return path
+
+    def _made_wrong(self, shard: int, what: str) -> UserError:
+        return UserError(
+            f"data set {self.name!r}: shard {self.manifest.shards[shard].digest.hex()[:12]} has the right digest and "
+            f"cannot be read ({what}): it was made like that; seed the data again under another --name"
+        )
