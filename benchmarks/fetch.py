@@ -18,6 +18,10 @@ Keys:
     times       seconds, from the first one's beginning to the last one's end, over size_bytes at the rate; wanted:
                 at most 1.3
     apart_s     between the beginnings of the first and the last
+    seeder_sent   how often the seeder sent each byte; its cable alone takes so many times size_bytes at the rate
+    cpu_s_per_gb  processor seconds of all four agents for each 10^9 bytes that a peer received: where four peers share
+                few cores, these are the limit and not the cables
+  spread_slow   the same on slower cables, where even two cores are not the limit
   loopback      one peer from another, without encryption:
     size_bytes, seconds
     gb_per_s    wanted: at least 1, or 0.8 of disk_gb_per_s
@@ -48,7 +52,7 @@ from fetch_kit import peers as kit
 from fetch_kit import plain
 from fetch_kit.peers import HungError, Peers
 
-RATE_MBIT = 1000
+RATE_MBIT, SLOW_RATE_MBIT = 1000, 250
 SIZE_BYTES, QUICK_SIZE_BYTES = 1 << 30, 160 << 20
 REPAIR_RATE_MBIT = 200
 REPAIR_BYTES, QUICK_REPAIR_BYTES = 768 << 20, 192 << 20
@@ -87,22 +91,44 @@ def one_joiner(options: Any, size_bytes: int, folder: Path) -> Part:
 
 def lone_seeder(options: Any, size_bytes: int, folder: Path) -> Part:
     """Three peers from one that leaves then."""
-    rate = options.rate_mbit * 1e6 / 8
-    with bench.lab("fetch", 4, f"{options.rate_mbit}mbit") as lab, Peers(folder, lab, 4) as peers:
-        data = kit.write_files(folder / "data", size_bytes, options.seed)
+    return _spread(options.rate_mbit, options.seed, size_bytes, folder)
+
+
+def lone_seeder_slow(options: Any, size_bytes: int, folder: Path) -> Part:
+    """The same on slower cables."""
+    return _spread(options.slow_rate_mbit, options.seed, size_bytes, folder)
+
+
+def _spread(rate_mbit: int, seed: int, size_bytes: int, folder: Path) -> Part:
+    rate = rate_mbit * 1e6 / 8
+    with bench.lab("fetch", 4, f"{rate_mbit}mbit") as lab, Peers(folder, lab, 4) as peers:
+        data = kit.write_files(folder / "data", size_bytes, seed)
         peers.hold(1, 2, 3)  # before there is anything to fetch, so that all begin at once
         peers.bring(data, 3, "--leave-when-replicated")
-        peers.until(lambda: all(_has_all(peers, i) for i in (1, 2, 3)), "all hold everything", PATIENCE_S)
-        lines = [line for peer in peers.all[1:] for line in kit.fetched(peer)]
-        size, (began_s, ended_s) = sum(e["size_bytes"] for e in lines) // 3, kit.span(lines)
-        starts = [kit.span(kit.fetched(peer))[0] for peer in peers.all[1:]]
+        seeder, others = peers.all[0], peers.all[1:]
+        before_s = [kit.cpu_s(peer) for peer in peers.all]
+        seeder_s = before_s[0]
+
+        def done() -> bool:
+            nonlocal seeder_s
+            seeder_s = max(seeder_s, kit.cpu_s(seeder))  # as long as it is there
+            return all(_has_all(peers, i) for i in (1, 2, 3))
+
+        peers.until(done, "all hold everything", PATIENCE_S)
+        spent_s = sum((seeder_s, *map(kit.cpu_s, others))) - sum(before_s)
+        lines = [line for peer in others for line in kit.fetched(peer)]
+        received = sum(e["size_bytes"] for e in lines)
+        size, (began_s, ended_s) = received // 3, kit.span(lines)
+        starts = [kit.span(kit.fetched(peer))[0] for peer in others]
         return {
             "size_bytes": size,
-            "rate_mbit": options.rate_mbit,
+            "rate_mbit": rate_mbit,
             "seconds": round(ended_s - began_s, 3),
             "times": round((ended_s - began_s) / (size / rate), 3),
             "apart_s": round(max(starts) - min(starts), 3),
-        }, peers.wrong(peers.all[1:])
+            "seeder_sent": round(sum(e["sources"].get(seeder.peer_id, 0) for e in lines) / size, 3),
+            "cpu_s_per_gb": round(spent_s / (received / 1e9), 2),
+        }, peers.wrong(others)
 
 
 def loopback(options: Any, size_bytes: int, folder: Path) -> Part:
@@ -189,6 +215,7 @@ def _settled(peers: Peers) -> bool:
 PARTS: dict[str, Callable[[Any, int, Path], Part]] = {
     "one": one_joiner,
     "spread": lone_seeder,
+    "spread_slow": lone_seeder_slow,
     "loopback": loopback,
     "repair": repair,
 }
@@ -197,6 +224,9 @@ PARTS: dict[str, Callable[[Any, int, Path], Part]] = {
 def main(arguments: Sequence[str]) -> int:
     parser = bench.parser(__doc__, "fetch")
     parser.add_argument("--rate-mbit", type=int, default=RATE_MBIT, metavar="N", help="of each cable")
+    parser.add_argument(
+        "--slow-rate-mbit", type=int, default=SLOW_RATE_MBIT, metavar="N", help="of each cable in spread_slow"
+    )
     parser.add_argument(
         "--repair-rate-mbit",
         type=int,

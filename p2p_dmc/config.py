@@ -36,7 +36,11 @@ class AgentSettings:
     """gloo's bound on lack of progress (connecting takes up to five of it): the backstop behind verdicts."""
 
     fetch_chunk_bytes: int = 1 << 20
-    """Largest range of a bulk request: large against the round trip, small against a head-of-line delay."""
+    """Range of a manifest or of a state: large against the round trip, small against a head-of-line delay."""
+
+    fetch_range_bytes: int = 4 << 20
+    """Largest range of a shard: each costs both ends half a millisecond of processor time, whatever its size. Who
+    answers slowly is asked for less."""
 
     fetch_piece_bytes: int = 128 << 10
     """The smallest range: what a slow source can send within range_timeout_ms, and what peers pass on."""

@@ -121,6 +121,9 @@ def span(lines: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def cpu_s(peer: Peer) -> float:
-    """Processor seconds of its agent so far."""
-    times = psutil.Process(peer.pid).cpu_times()
+    """Processor seconds of its agent so far; 0 once it has ended."""
+    try:
+        times = psutil.Process(peer.pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
     return float(times.user + times.system)

@@ -119,7 +119,7 @@ class Agent:
             send=self.send,
             members=self.members,
         )
-        self.data.yield_to(self._reducing)
+        self.data.yield_to(self._reducing, self._training)
         self.bulk_server.busy = self._reducing
         self.membership: Membership | None = None
         self.address = ""
@@ -433,6 +433,9 @@ class Agent:
     def _reducing(self) -> bool:
         """Whether some run is averaging: its traffic goes first."""
         return any(run.rounds is not None and run.rounds.reducing for run in self.runs.values())
+
+    def _training(self) -> bool:
+        return any(run.rounds is not None for run in self.runs.values())
 
     def _seed_known(self) -> bool:
         return not self.options.seeds or (self.membership is not None and self.membership.seed_contacted)

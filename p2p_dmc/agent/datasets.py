@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from p2p_dmc.agent.bulk import BulkClient
 from p2p_dmc.agent.fetching import Fetching
-from p2p_dmc.agent.known import DataWatch, Known
+from p2p_dmc.agent.known import DataWatch, Known, holders_of
 from p2p_dmc.agent.presence import present, storing
 from p2p_dmc.agent.repairing import Repairing
 from p2p_dmc.agent.scrub import Scrub
@@ -193,11 +193,7 @@ class DataService:
 
     def holders(self, dataset: bytes) -> dict[int, list[str]]:
         """Shard index to the live peers that hold it, verified, this one first if it does."""
-        found: dict[int, list[str]] = {i: [] for i in range(len(self._known[dataset].manifest.shards))}
-        for peer_id, copies in sorted(self.copies(dataset).items(), key=lambda pair: pair[0] != self._me):
-            for shard in copies.verified:
-                found[shard].append(peer_id)
-        return found
+        return holders_of(self.copies(dataset), self._me, len(self._known[dataset].manifest.shards))
 
     def tally(self, dataset: bytes) -> Tally | None:
         """How it stands with a data set; None before it is placed."""
@@ -213,9 +209,9 @@ class DataService:
         """There was no room for a shard, and there is none for a few yet: this peer trains on what it holds."""
         return self._fetching.full
 
-    def yield_to(self, busy: Callable[[], bool]) -> None:
-        """Background fetches slow down while this is true."""
-        self._fetching.yields = busy
+    def yield_to(self, busy: Callable[[], bool], trains: Callable[[], bool]) -> None:
+        """Background fetches slow down while training needs the link, and ask for little where it soon will."""
+        self._fetching.yields, self._fetching.trains = busy, trains
 
     def fetching(self) -> int:
         return len(self._fetching)

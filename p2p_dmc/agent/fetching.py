@@ -100,14 +100,19 @@ class Fetching:
         self._damaged = damaged
         self.yields: Callable[[], bool] = lambda: False
         """Whether training needs the link just now: what nobody waits for slows down."""
+        self.trains: Callable[[], bool] = lambda: False
+        """Whether it will, in a moment."""
         self._shards: dict[Key, asyncio.Task[None]] = {}
         self._again: dict[Key, tuple[float, float]] = {}  # when it may be tried, the pause before that
         self._callbacks: dict[Key, list[Callable[[], None]]] = {}
         self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
         self.manifests = Manifests(bulk, settings.fetch_chunk_bytes, members, self._tasks)
         self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="shards")
-        self.serving = Serving(store, known, lambda: self._receipts, damaged, self._threads)
-        self._spreading = Spreading(settings.fetch_piece_bytes, settings.fetch_chunk_bytes)
+        self._readers = ThreadPoolExecutor(
+            DISK_THREADS, "serving"
+        )  # never behind what waits for the disk to sync
+        self.serving = Serving(store, known, lambda: self._receipts, damaged, self._readers)
+        self._spreading = Spreading(settings.fetch_piece_bytes, settings.fetch_range_bytes)
         self._receipts: dict[Key, _Receipt] = {}
         self._open: set[Key] = set()
         self._queue: dict[Key, asyncio.Future[None]] = {}
@@ -132,9 +137,8 @@ class Fetching:
         """There was no room for a shard, and there is none for a few yet."""
         if self._full:
             largest = max((max(k.manifest.shard_sizes) for k in self._known.values()), default=0)
-            room = max(
-                largest, (self._store.capacity_bytes or 8 * largest) // 2
-            )  # no more may be there, ever
+            # no more may be there, ever
+            room = max(largest, (self._store.capacity_bytes or 8 * largest) // 2)
             self._full = self._store.free_bytes() < min(4 * largest, room)
         return self._full
 
@@ -142,7 +146,7 @@ class Fetching:
         """Who holds the shard, in the order in which HRW names them, starting at a place of this peer's own."""
         known = self._known[key[0]]
         holders = {p for p, o in known.others.items() if key[1] in o.shards}
-        ranked = [p for p in (known.placed.rank(key[1]) if known.placed else ()) if p in holders]
+        ranked = [p for p in known.rank(key[1]) if p in holders]
         ranked += sorted(holders - set(ranked))
         start = (int(self._me[:8], 16) + key[1]) % len(ranked) if ranked else 0
         return ranked[start:] + ranked[:start]
@@ -152,9 +156,10 @@ class Fetching:
         callbacks = self._callbacks.setdefault(key, [])
         if then not in callbacks:
             callbacks.append(then)
-        if key in self._receipts:
-            self._receipts[key].plan.urgent = True
-        elif key in self._queue:
+        for one in (key, *self._store.twins(*key)):
+            if one in self._receipts:
+                self._receipts[one].plan.urgent = True
+        if key in self._queue:
             self._queue.pop(key).set_result(None)
         self.start(key, urgent=True)
 
@@ -173,7 +178,8 @@ class Fetching:
     async def close(self) -> None:
         self._closed = True
         await self._tasks.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # -- one shard ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class Fetching:
             await self._verify(key, known)
             if not self._store.has(*key):
                 await self._turn(key)
+                await self._twins_end(key)
                 await self._verify(key, known)  # it may have come for another version meanwhile
             if not self._store.has(*key):
                 await self._fetch(key, known)
@@ -218,6 +225,13 @@ class Fetching:
             report_fault(known, key[1], wrong, self._say, self._journal)
             self._damaged(key)
 
+    async def _twins_end(self, key: Key) -> None:
+        """While the same shard is on its way for another version of the data set it is not fetched a second time."""
+        while twin := next((one for one in self._store.twins(*key) if one in self._receipts), None):
+            if key in self._callbacks:
+                self._receipts[twin].plan.urgent = True
+            await asyncio.wait({self._shards[twin]})
+
     async def _turn(self, key: Key) -> None:
         """Wait until this shard may begin; those that somebody waits for do at once."""
         if key not in self._callbacks:
@@ -234,9 +248,8 @@ class Fetching:
             enough = self._spreading.unasked_bytes() >= AHEAD_BYTES
             if enough and len(self._open) >= self._settings.fetch_parallel:
                 return
-            self._queue.pop(next(iter(self._queue))).set_result(
-                None
-            )  # the next one after this one has a plan
+            # the next one after this one has a plan
+            self._queue.pop(next(iter(self._queue))).set_result(None)
 
     async def _fetch(self, key: Key, known: Known) -> None:
         started_s = time.monotonic()
@@ -400,6 +413,8 @@ class Fetching:
             if total != len(data):
                 raise RemoteProtocolError(f"{total} bytes of what it has")
             parts = codec.unpack_value(Parts, bytes(data), PARTS_BYTES)
+            if parts.shards:
+                self._spreading.active_s[peer_id] = time.monotonic()
             for shard, ranges in parts.shards:
                 receipt = self._receipts.get((dataset, shard))
                 trusted = self._distrust_until_s.get(peer_id, 0.0) <= time.monotonic()
@@ -418,12 +433,13 @@ class Fetching:
         self._admit()
         now_s = time.monotonic()
         busy = self.yields() and (now_s < self._rest_until_s or self._spreading.background_asked() > 0)
+        trains = self.trains()
         able = {p for plan in self._spreading.plans.values() for p in (*plan.holders, *plan.receivers)}
         peers = [p for p in able if self._avoid_until_s.get(p, 0.0) <= now_s and p in self._addresses]
         while peers:
             peers.sort(key=lambda p: (self._spreading.asked_bytes(p), *self._place(p)))
             for peer_id in list(peers):
-                ask = self._spreading.next_ask(peer_id, now_s, urgent_only=busy)
+                ask = self._spreading.next_ask(peer_id, now_s, urgent_only=busy, gently=trains)
                 if ask is None:
                     peers.remove(peer_id)
                     continue

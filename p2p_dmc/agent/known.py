@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 from p2p_dmc.core.placement import Placement, StoringPeer, placement
 from p2p_dmc.core.repair import Said
+from p2p_dmc.core.replication import Copies
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Stamp
 from p2p_dmc.observe.journal import Journal
 
+MOST_RANKS = 1024
+"""That are remembered: of the shards on their way, which are looked at time and again."""
 LOST_AFTER_S, LOST_REMINDER_S = 5.0, 60.0
 
 
@@ -45,6 +48,18 @@ class Known:
     """Of the store, when this was last compared with it,"""
     followed: frozenset[int] = frozenset()
     """and what was held then."""
+    _ranks: tuple[Placement | None, dict[int, tuple[str, ...]]] = (None, {})
+
+    def rank(self, shard: int) -> tuple[str, ...]:
+        """All storing peers in the order in which the placement names them for a shard; nobody before there is one."""
+        if self.placed is None:
+            return ()
+        if self._ranks[0] is not self.placed or len(self._ranks[1]) > MOST_RANKS:
+            self._ranks = self.placed, {}
+        ranks = self._ranks[1]
+        if shard not in ranks:
+            ranks[shard] = self.placed.rank(shard)
+        return ranks[shard]
 
     def place(self, peers: tuple[StoringPeer, ...]) -> bool:
         """Place the shards on these peers; False where they are already."""
@@ -95,6 +110,15 @@ def placed_on(manifest: Manifest, before: Placement | None, peers: tuple[Storing
     if before is None:
         before = placement(manifest.shard_digests, (), manifest.replicas)
     return before.with_peers(peers)
+
+
+def holders_of(copies: Mapping[str, Copies], me: str, shards: int) -> dict[int, list[str]]:
+    """Shard index to the peers that hold it, verified, ``me`` first."""
+    found: dict[int, list[str]] = {shard: [] for shard in range(shards)}
+    for peer_id in sorted(copies, key=lambda peer_id: (peer_id != me, peer_id)):
+        for shard in copies[peer_id].verified:
+            found[shard].append(peer_id)
+    return found
 
 
 def report_fault(known: Known, shard: int, wrong: str, say: Callable[[str], None], journal: Journal) -> None:

@@ -27,6 +27,10 @@ class RateLimit:
         if start_s > now_s:
             await asyncio.sleep(start_s - now_s)
 
+    def wait_s(self, now_s: float) -> float:
+        """How long whoever came now would wait."""
+        return max(0.0, self._until_s - now_s)
+
     def give_back(self, size_bytes: int) -> None:
         """So much of what was taken is not used."""
         if self.rate is not None:

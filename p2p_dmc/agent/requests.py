@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent.evicting import evict
-from p2p_dmc.agent.placement_facts import dataset_facts
+from p2p_dmc.agent.placement_facts import Standing, dataset_facts
 from p2p_dmc.agent.presence import storing
 from p2p_dmc.agent.waiting import waiting
 from p2p_dmc.core.membership import MemberState, Role
@@ -25,6 +26,10 @@ REASON_CHARACTERS = 10_000
 """Of an error, which may repeat what the client said."""
 
 
+ITEMS_AT_ONCE = 1000
+"""Of a list: json lets no other thread run until it is done with what it was given."""
+
+
 class Requests:
     """Answers clients: whoever can reach this peer may look, stop a run, ask a peer to leave, or evict one."""
 
@@ -32,18 +37,23 @@ class Requests:
         self._agent = agent
 
     def handle(self, request: ClientRequest, reply: Callable[[ClientReply], None], *, local: bool) -> None:
-        """One request, one reply, in as many pieces as it takes."""
+        """One request, one reply, in as many pieces as it takes; what takes long is worked out in a thread."""
         try:
-            body = json.dumps(self._facts(request, local))
+            facts = self._facts(request, local)
         except UserError as error:
             reply(ClientReply(ok=False, body=str(error)[:REASON_CHARACTERS], more=False))
             return
-        pieces = [body[i : i + PIECE_CHARACTERS] for i in range(0, len(body), PIECE_CHARACTERS)]
-        for piece in pieces[:-1]:
-            reply(ClientReply(ok=True, body=piece, more=True))
-        reply(ClientReply(ok=True, body=pieces[-1], more=False))
+        if callable(facts):
+            self._agent.spawn(self._answer_later(facts, reply))
+        else:
+            _reply(json.dumps(facts), reply)
 
-    def _facts(self, request: ClientRequest, local: bool) -> dict[str, Any]:
+    async def _answer_later(
+        self, facts: Callable[[], dict[str, Any]], reply: Callable[[ClientReply], None]
+    ) -> None:
+        _reply(await asyncio.to_thread(lambda: "".join(_json(facts()))), reply)
+
+    def _facts(self, request: ClientRequest, local: bool) -> dict[str, Any] | Callable[[], dict[str, Any]]:
         first = request.arguments[0] if request.arguments else ""
         if request.command == "status":
             return self.status()
@@ -160,15 +170,22 @@ class Requests:
             "holders": {p: len(c.verified) for p, c in sorted(copies.items()) if len(c.verified)},
         }
 
-    def placement(self, without: tuple[str, ...]) -> dict[str, Any]:
-        """Who should hold what and who does; what would move if the peers ``without`` left."""
+    def placement(self, without: tuple[str, ...]) -> Callable[[], dict[str, Any]]:
+        """Who should hold what and who does; what would move if the peers ``without`` left. Works it out when called,
+        in any thread.
+        """
         agent = self._agent
         peers = storing(agent.members())
         gone = {self.peer(text) for text in without}
-        sets = [dataset_facts(agent.data, manifest, peers, gone) for manifest in agent.data.manifests()]
+        seen = [Standing.of(agent.data, manifest, agent.peer_id) for manifest in agent.data.manifests()]
         names = {r.peer_id: r.name for r in agent.members()}
         domains = {p.peer_id: p.domain for p in peers if p.domain}
-        return {"datasets": sets, "without": sorted(gone), "names": names, "domains": domains}
+        return lambda: {
+            "datasets": [dataset_facts(one, peers, gone) for one in seen],
+            "without": sorted(gone),
+            "names": names,
+            "domains": domains,
+        }
 
     def peer(self, text: str, remembered: Mapping[str, str] | None = None) -> str:
         """The peer_id that a person means by an id, the start of one, a name or an address; UserError.
@@ -218,3 +235,30 @@ class Requests:
             self._agent.leaving.set()
             return facts
         return facts | {"ask": record.address}
+
+
+def _reply(body: str, reply: Callable[[ClientReply], None]) -> None:
+    pieces = [body[i : i + PIECE_CHARACTERS] for i in range(0, len(body), PIECE_CHARACTERS)]
+    for piece in pieces[:-1]:
+        reply(ClientReply(ok=True, body=piece, more=True))
+    reply(ClientReply(ok=True, body=pieces[-1], more=False))
+
+
+def _json(value: Any) -> Iterator[str]:
+    """The parts of what json.dumps makes of it, none of which takes long."""
+    if isinstance(value, dict):
+        for number, (key, item) in enumerate(value.items()):
+            yield f"{', ' if number else '{'}{json.dumps(key)}: "
+            yield from _json(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and len(value) > ITEMS_AT_ONCE:
+        for at in range(0, len(value), ITEMS_AT_ONCE):
+            yield (", " if at else "[") + json.dumps(value[at : at + ITEMS_AT_ONCE])[1:-1]
+        yield "]"
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield ", " if number else "["
+            yield from _json(item)
+        yield "]"
+    else:
+        yield json.dumps(value)

@@ -12,17 +12,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.pledges import Key
 from p2p_dmc.data.disk import write_durably
+from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.store import Store
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.journal import Journal
@@ -32,6 +35,8 @@ RECORD_NAME = "verified.u4"
 SAVE_S = 60.0
 AGAIN_S = 1.0
 LOWEST_PRIORITY = 19
+AT_ONCE = 20_000
+"""So many shards are put in order in a few ms."""
 
 
 class ScrubRecord:
@@ -59,6 +64,52 @@ class ScrubRecord:
             self._dirty = False
             with contextlib.suppress(OSError):  # nor is a folder that was removed any harm
                 write_durably(self._path, self.times.tobytes())
+
+
+_Held = tuple[bytes, Manifest, npt.NDArray[np.uint32]]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One slow pass: the shards held when it began, that which was verified longest ago first."""
+
+    datasets: Sequence[bytes]
+    numbers: npt.NDArray[np.intp]
+    """Of the data set of each,"""
+    shards: npt.NDArray[np.intp]
+    times: npt.NDArray[np.uint32]
+    """and when it was verified."""
+    held_bytes: int
+    at: int = 0
+
+    @classmethod
+    def of(cls, store: Store, held: Sequence[_Held], began: int) -> _Pass:
+        """``began``: when what was never marked came at the latest, verified."""
+        numbers, shards, times = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], [np.zeros(0, np.uint32)]
+        held_bytes = 0
+        for at, (dataset, manifest, marked) in enumerate(held):
+            here = np.fromiter(store.holdings(dataset), dtype=np.intp)
+            numbers.append(np.full(len(here), at, dtype=np.intp))
+            shards.append(here)
+            times.append(np.where(marked[here] == 0, np.uint32(began), marked[here]))
+            held_bytes += int(np.array(manifest.shard_sizes, dtype=np.int64)[here].sum())
+        number, shard, time_s = np.concatenate(numbers), np.concatenate(shards), np.concatenate(times)
+        order = np.lexsort((shard, number, time_s))
+        datasets = [dataset for dataset, _, _ in held]
+        return cls(datasets, number[order], shard[order], time_s[order], held_bytes)
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def next(self) -> Key | None:
+        """The shard whose turn it is; None at the end."""
+        if self.at >= len(self):
+            return None
+        return self.datasets[int(self.numbers[self.at])], int(self.shards[self.at])
+
+    def time_s(self) -> int:
+        """When that was verified."""
+        return int(self.times[self.at])
 
 
 class Scrub:
@@ -94,6 +145,8 @@ class Scrub:
         self._running: asyncio.Task[None] | None = None
         self._began = int(time.time())
         self._slow_s = 0.0
+        self._pass: _Pass | None = None
+        self._listing: asyncio.Task[None] | None = None
         self._saved_s = time.monotonic()
 
     def first(self, key: Key) -> None:
@@ -153,32 +206,42 @@ class Scrub:
 
     def _list(self, dataset: bytes, known: Known) -> None:
         """What lies there from an earlier life, that which was verified longest ago at the end."""
-        times = self.record(dataset).times
-        here = [shard for shard in self._store.holdings(dataset) if shard not in known.verified]
-        here.sort(key=lambda shard: (times[shard], shard), reverse=True)
-        self._unlooked = [(dataset, shard) for shard in here] + self._unlooked
+        held = self._store.holdings(dataset)
+        here = np.fromiter((shard for shard in held if shard not in known.verified), dtype=np.intp)
+        order = np.lexsort((here, self.record(dataset).times[here]))[::-1]
+        self._unlooked = [(dataset, shard) for shard in here[order].tolist()] + self._unlooked
 
     def _slowly(self, now_s: float) -> Key | None:
         """The shard that was verified longest ago, at such a pace that one pass takes the time it may."""
-        oldest: tuple[int, Key] | None = None
-        held_bytes = 0
-        for dataset, known in self._known.items():
-            held = np.fromiter(self._store.holdings(dataset), dtype=np.intp)
-            if len(held):
-                times = self.record(dataset).times[held]
-                times[times == 0] = self._began  # it came in this life, verified
-                at = int(times.argmin())
-                held_bytes += sum(known.manifest.shard_sizes[shard] for shard in held.tolist())
-                if oldest is None or times[at] < oldest[0]:
-                    oldest = int(times[at]), (dataset, int(held[at]))
-        if oldest is None:
-            self._slow_s = now_s + 1.0
+        if self._pass is None:
+            self._begin_pass()
+        if self._pass is None:
             return None
-        dataset, shard = oldest[1]
-        part = self._known[dataset].manifest.shard_sizes[shard] / max(1, held_bytes)
+        while (key := self._pass.next()) is not None:
+            time_s = int(self.record(key[0]).times[key[1]]) if self._is_here(key) else None
+            if time_s is not None and (time_s or self._began) <= self._pass.time_s():
+                break
+            self._pass.at += 1  # gone, or looked at meanwhile
+        else:
+            is_empty = not len(self._pass)
+            self._pass = None
+            self._slow_s = now_s + (1.0 if is_empty else 0.0)
+            return None
+        part = self._known[key[0]].manifest.shard_sizes[key[1]] / max(1, self._pass.held_bytes)
         self._slow_s = now_s + part * self._settings.scrub_pass_s
-        is_due = time.time() - oldest[0] >= part * self._settings.scrub_pass_s
-        return (dataset, shard) if is_due else None
+        return key if time.time() - self._pass.time_s() >= part * self._settings.scrub_pass_s else None
+
+    def _begin_pass(self) -> None:
+        """At once, or of many shards soon, for the agent must hear meanwhile."""
+        held = [(d, known.manifest, self.record(d).times) for d, known in self._known.items()]
+        if sum(len(times) for _, _, times in held) <= AT_ONCE:
+            self._pass = _Pass.of(self._store, held, self._began)
+        elif self._listing is None or self._listing.done():
+            self._listing = self._tasks.spawn(self._list_pass(held))
+
+    async def _list_pass(self, held: Sequence[_Held]) -> None:
+        loop = asyncio.get_running_loop()
+        self._pass = await loop.run_in_executor(self._thread, _Pass.of, self._store, held, self._began)
 
     # -- one shard ----------------------------------------------------------------------------------------------------
 

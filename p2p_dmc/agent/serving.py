@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from p2p_dmc.agent.known import Known
 from p2p_dmc.core.pledges import Key
-from p2p_dmc.data.store import ShardMissing, Store
+from p2p_dmc.data.store import ShardMissing, Stamp, Store
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkRequest
 
@@ -30,6 +30,10 @@ class Parts:
     """What a peer has of the shards of one data set that it is receiving: (shard, ((start, end), ...)) in bytes."""
 
     shards: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+class _WrittenToError(Exception):
+    """A shard's file is another one than was verified."""
 
 
 class Serving:
@@ -63,24 +67,31 @@ class Serving:
         total = known.manifest.shard_sizes[request.part]
         offset = min(request.offset, total)
         key, size = (request.digest, request.part), min(request.size, total - offset)
-        if request.part in known.verified and self._store.stamp(*key) != known.verified[request.part]:
-            self._damaged(key)  # written to since
         if request.part in known.doubted and self._store.has(*key):
             return None  # nobody gets it before it was looked at again
+        verified = known.verified.get(request.part)
         try:
             data = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._read, key, offset, size
+                self._threads, self._read, key, verified, offset, size
             )
         except ShardMissing:
             self._damaged(key)
             return None
+        except _WrittenToError:
+            if known.verified.get(request.part) == verified:  # else it was verified anew meanwhile
+                self._damaged(key)
+            return None
         return (total, data) if data is not None else None
 
-    def _read(self, key: Key, offset: int, size: int) -> bytes | None:
+    def _read(self, key: Key, verified: Stamp | None, offset: int, size: int) -> bytes | None:
         coming = self._store.begun(*key)
-        if coming is None:
-            return self._store.read_range(*key, offset, size)
-        return coming.read(offset, size)
+        if coming is not None and (data := coming.read(offset, size)) is not None:
+            return data
+        if coming is not None and not self._store.has(*key):
+            return None
+        if verified is not None and self._store.stamp(*key) != verified:
+            raise _WrittenToError
+        return self._store.read_range(*key, offset, size)
 
     def parts(self, request: BulkRequest) -> tuple[int, bytes] | None:
         """What has arrived of the shards that are on their way, or came lately."""

@@ -7,7 +7,8 @@ a moment, so each gives what its link allows, and a fast one takes what a slow o
 Peers that receive the same shard at the same time begin at places of their own: its blocks belong to them in turn, in
 the order in which HRW ranks them. Each asks a holder first for its own blocks, and the other receivers for theirs as
 they get them; so a lone holder sends each byte about once, and nobody coordinates that. Only who has nothing else to
-ask for asks a holder for another's blocks, from the back.
+ask for asks a holder for another's blocks, after a while, from the back, and for one range at a time: while the holder
+sends those the others wait for what they need of it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from dataclasses import dataclass, field
 
 from p2p_dmc.core.pledges import Key
 
-WINDOW_START_BYTES, WINDOW_MOST_BYTES = 256 << 10, 4 << 20
+WINDOW_START_BYTES, WINDOW_MOST_BYTES = 256 << 10, 8 << 20
 QUICK_S, SLOW_S = 0.1, 0.4
 """A source is asked for more at once while ranges come back within the one, and for less when they take the other."""
-WINDOW_RANGES = 4
+WINDOW_RANGES = 2
 """A window holds so many ranges: one is on its way while another is written."""
+GENTLE_BYTES = 1 << 20
+"""Where a run trains no source is asked for more at once of what nobody waits for: it would be on its way, and in the
+way, when the run's next round begins to be averaged."""
+PATIENCE_S, ACTIVE_S = 2.0, 2.0
+"""Blocks of other receivers are left to them for so long, while one of them has told so lately that it has some."""
 OVERDUE_S, OVERDUE_TIMES = 0.25, 3.0
 """A range that is outstanding for so long, and so many times longer than an idle source takes for one, is asked of
 that one too: the first answer wins."""
@@ -69,6 +75,10 @@ class ShardPlan:
     done: int = 0
     own: int = -1
     """Pieces of the blocks that belong to this peer."""
+    sharers: frozenset[str] = frozenset()
+    """Other peers that blocks belong to."""
+    own_asked_s: float | None = None
+    """Since when no piece of its own was left to ask for."""
     holders: frozenset[str] = frozenset()
     receivers: dict[str, int] = field(default_factory=dict)
     """Pieces that peers have which receive the shard, too."""
@@ -117,8 +127,9 @@ class ShardPlan:
     def share(self, me: str, receivers: Sequence[str], block_pieces: int) -> None:
         """Which blocks are this peer's own among those who receive the shard, in an order that all agree on."""
         if len(receivers) < 2 or me not in receivers:
-            self.own = -1
+            self.own, self.sharers = -1, frozenset()
             return
+        self.sharers = frozenset(receivers) - {me}
         block, place = (1 << block_pieces) - 1, receivers.index(me)
         self.own = 0
         for first in range(place * block_pieces, self.all.bit_length(), len(receivers) * block_pieces):
@@ -152,6 +163,8 @@ class Spreading:
         self._range_bytes = max(piece_bytes, range_bytes)
         self.plans: dict[Key, ShardPlan] = {}
         self.sources: dict[str, Source] = {}
+        self.active_s: dict[str, float] = {}
+        """When a receiver told last that it has some of what it is receiving."""
 
     @property
     def block_pieces(self) -> int:
@@ -166,24 +179,30 @@ class Spreading:
         """Outstanding ranges of shards that nobody waits for."""
         return sum(len(plan.asks) for plan in self.plans.values() if not plan.urgent)
 
-    def next_ask(self, peer_id: str, now_s: float, *, urgent_only: bool = False) -> Ask | None:
-        """The next range for a source; None when it has been asked for enough, or for everything it has."""
+    def next_ask(
+        self, peer_id: str, now_s: float, *, urgent_only: bool = False, gently: bool = False
+    ) -> Ask | None:
+        """The next range for a source; None when it has been asked for enough, or for everything it has.
+
+        ``gently``: a run trains here.
+        """
         source = self.sources.setdefault(peer_id, Source())
         if source.asked_bytes >= source.window_bytes:
             return None
         plans = [plan for plan in self.plans.values() if plan.urgent]
-        if not urgent_only:
+        if not urgent_only and not (gently and source.asked_bytes >= GENTLE_BYTES):
             plans += [plan for plan in self.plans.values() if not plan.urgent]
         able = [(plan, mask) for plan in plans if (mask := plan.has(peer_id))]
-        most = max(1, min(source.window_bytes // WINDOW_RANGES, self._range_bytes) // self.piece_bytes)
-        for plan, pieces in self._choices(able, peer_id):
-            return self._ask(source, peer_id, plan, pieces, most, now_s)
+        for plan, pieces in self._choices(able, peer_id, now_s, idle=not source.asked_bytes):
+            limit = GENTLE_BYTES if gently and not plan.urgent else WINDOW_MOST_BYTES
+            most_bytes = min(min(source.window_bytes, limit) // WINDOW_RANGES, self._range_bytes)
+            return self._ask(source, peer_id, plan, pieces, max(1, most_bytes // self.piece_bytes), now_s)
         return self._overdue(source, able, peer_id, now_s)
 
     def _choices(
-        self, able: Sequence[tuple[ShardPlan, int]], peer_id: str
+        self, able: Sequence[tuple[ShardPlan, int]], peer_id: str, now_s: float, *, idle: bool
     ) -> Iterator[tuple[ShardPlan, int]]:
-        """Sets of pieces to begin with, the best first."""
+        """Sets of pieces to begin with, the best first. ``idle``: the source has nothing else to send."""
         for plan, mask in able:
             if peer_id not in plan.holders:
                 wanted = plan.free & mask
@@ -191,13 +210,23 @@ class Spreading:
                 wanted = plan.free & plan.own & ~plan.known_elsewhere()
             if wanted:
                 yield plan, wanted
-        for plan, mask in reversed(able):
+        others = [
+            (p, mask) for p, mask in able if p.urgent or (idle and not self._leaves_to_others(p, now_s))
+        ]
+        for plan, mask in reversed(others):
             wanted = plan.free & mask & ~plan.known_elsewhere()
             if wanted:
                 yield plan, _last_run(wanted, self.block_pieces)
-        for plan, mask in able:
+        for plan, mask in others:
             if plan.free & mask:
                 yield plan, plan.free & mask
+
+    def _leaves_to_others(self, plan: ShardPlan, now_s: float) -> bool:
+        """Its own blocks are asked for, and the others may still get theirs."""
+        if plan.free & plan.own or plan.own_asked_s is None:
+            plan.own_asked_s = now_s
+        patient = now_s - plan.own_asked_s < PATIENCE_S
+        return patient and any(now_s - self.active_s.get(p, -ACTIVE_S) < ACTIVE_S for p in plan.sharers)
 
     def _ask(
         self, source: Source, peer_id: str, plan: ShardPlan, pieces: int, most: int, now_s: float
@@ -217,7 +246,9 @@ class Spreading:
     def _overdue(
         self, source: Source, able: Sequence[tuple[ShardPlan, int]], peer_id: str, now_s: float
     ) -> Ask | None:
-        """The range that is outstanding longest, where this idle source would be quicker."""
+        """The range that is outstanding longest, where this source, if it is idle, would be quicker."""
+        if source.asked_bytes:
+            return None
         patience_s = max(OVERDUE_S, OVERDUE_TIMES * source.range_s)
         late = [
             (ask.at_s, number, ask, plan)
@@ -265,6 +296,7 @@ class Spreading:
 
     def forget(self, alive: Mapping[str, object]) -> None:
         """Sources that are gone, unless they are still waited for."""
+        self.active_s = {p: s for p, s in self.active_s.items() if p in alive}
         for peer_id in [p for p, s in self.sources.items() if p not in alive and not s.asked_bytes]:
             del self.sources[peer_id]
 

@@ -73,11 +73,13 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def file_digest(file: BufferedIOBase | RawIOBase) -> bytes:
-    """BLAKE2b-128 of a file from its beginning, in pieces."""
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+def file_digest(
+    file: BufferedIOBase | RawIOBase, state: hashlib.blake2b | None = None, offset: int = 0
+) -> bytes:
+    """BLAKE2b-128 of a file, in pieces; ``state`` is of what comes before the offset."""
+    state = state or hashlib.blake2b(digest_size=DIGEST_BYTES)
     buffer = memoryview(bytearray(PIECE_BYTES))  # one for all pieces: new memory costs as much as the copying
-    file.seek(0)
+    file.seek(offset)
     while count := file.readinto(buffer):
         state.update(buffer[:count])
     return state.digest()

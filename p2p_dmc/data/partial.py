@@ -52,6 +52,11 @@ class PartialShard:
         self._on_written = on_written
         self._on_end = on_end
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        """Held while the file is closed, or taken hold of to read it."""
+        self._state: hashlib.blake2b | None = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        """Of the first ``_hashed_bytes``, as they were written; None once some of them were written twice."""
+        self._hashed_bytes = 0
         self._covered: list[tuple[int, int]] = []  # [start, end), sorted, apart; never changed in place
         self.bad_blocks: tuple[bytes, ...] = ()
         """Digests of the pieces of a shard that had the wrong one, to find out afterwards who sent which."""
@@ -100,11 +105,20 @@ class PartialShard:
         ]
 
     def read(self, offset: int, size: int) -> bytes | None:
-        """A range that was written, not verified yet; None if part of it was not, or the shard has come to its end."""
-        with self._lock:
-            if self.closed or not any(a <= offset and offset + size <= b for a, b in self._covered):
+        """A range that was written, not verified yet; None if part of it was not, or the shard has come to its end.
+
+        Waits for nobody, also while another thread verifies the whole.
+        """
+        if not any(a <= offset and offset + size <= b for a, b in self._covered):
+            return None
+        with self._closing:
+            if self.closed:
                 return None
-            return os.pread(self._file.fileno(), size, offset)
+            descriptor = os.dup(self._file.fileno())
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put a range where it belongs. A later write to the same place wins.
@@ -117,6 +131,8 @@ class PartialShard:
             raise ValueError(f"range {offset}+{len(data)} is outside a shard of {self.size_bytes} bytes")
         with self._lock:
             self._require_open()
+            if offset < self._hashed_bytes:
+                self._state = None
             view, at = memoryview(data), offset
             with disk_errors(self._part_path):
                 while view:
@@ -126,9 +142,21 @@ class PartialShard:
                     note_at = self.size_bytes + self._notes * _NOTE.size
                     os.pwrite(self._file.fileno(), _NOTE.pack(offset, end), note_at)
                     self._notes += 1
+            self._hash(offset, data)
             before = self._covered_bytes()
             self._cover(offset, end)
             self._on_written(self._covered_bytes() - before)
+
+    def _hash(self, offset: int, data: bytes | memoryview) -> None:
+        """While what comes goes on where the last one ended it needs not be read again to be verified."""
+        if offset == self._hashed_bytes and self._state is not None:
+            self._state.update(data)
+            self._hashed_bytes += len(data)
+
+    def _whole_digest(self) -> bytes:
+        if self._state is None:
+            return file_digest(self._file)
+        return file_digest(self._file, self._state, self._hashed_bytes)
 
     def _cover(self, start: int, end: int) -> None:
         apart = [(a, b) for a, b in self._covered if b < start or a > end]
@@ -151,7 +179,7 @@ class PartialShard:
             try:
                 with disk_errors(self._part_path):
                     os.ftruncate(self._file.fileno(), self.size_bytes)  # off with the notes
-                    if file_digest(self._file) != self._digest:
+                    if self._whole_digest() != self._digest:
                         self.bad_blocks = block_digests(self._file.fileno(), self.size_bytes, block_bytes)
                     else:
                         os.fsync(self._file.fileno())
@@ -175,7 +203,8 @@ class PartialShard:
                 self._end(held=False, is_kept=True)
 
     def _end(self, *, held: bool, is_kept: bool = False) -> None:
-        self._file.close()
+        with self._closing:
+            self._file.close()
         if not held and not is_kept:
             self._part_path.unlink(missing_ok=True)
         self._on_end(held, self.size_bytes - self._covered_bytes())

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from p2p_dmc.data.disk import shard_path
+from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged, read_index
+from p2p_dmc.errors import UserError
 from p2p_dmc.train.rounds import Rounds
 from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
 
@@ -94,8 +96,27 @@ class Dataset:
         return shard_path(self.store_root / manifest.digest.hex(), manifest.shard_digests[place])
 
     def fetch(self, shard: int) -> Path:
-        """Have the agent fetch a shard, or verify it, and wait for that; where it is."""
+        """Have the agent fetch a shard, or verify it, and wait for that; where it is.
+
+        UserError where the shard's digest is right and its index is not: it was made like that, no other copy helps.
+        """
         manifest, place, _ = self.mixture.where(shard)
         self._rounds.send(ShardRequest(dataset=manifest.digest, shard=place))
         ready = self._rounds.expect(ShardReady, lambda m: m.dataset == manifest.digest and m.shard == place)
-        return Path(ready.path)
+        path = Path(ready.path)
+        try:
+            found, said = len(read_index(path)), manifest.sample_counts[place]
+        except FileNotFoundError:
+            return path  # gone again: whoever reads it asks again
+        except ShardDamaged as error:
+            raise _made_wrong(manifest, place, str(error)) from error
+        if found != said:
+            raise _made_wrong(manifest, place, f"{found} samples, and the manifest says {said}")
+        return path
+
+
+def _made_wrong(manifest: Manifest, shard: int, what: str) -> UserError:
+    return UserError(
+        f"data set {manifest.name!r}: shard {manifest.shard_digests[shard].hex()[:12]} has the right digest and "
+        f"cannot be read ({what}): it was made like that; seed the data again under another --name"
+    )

@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -225,7 +225,7 @@ def _sent(sender: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
     return future.done() and future.exception() is None
 
 
-def bind_router(router: zmq.asyncio.Socket, host: str, port: int | None) -> int:
+def bind_router(router: zmq.Socket[Any], host: str, port: int | None) -> int:
     """Bind to an explicit port, to any (0), or to the first free one from the default (None)."""
     if port is not None:
         try:
@@ -255,7 +255,7 @@ def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _bound_port(router: zmq.asyncio.Socket) -> int:
+def _bound_port(router: zmq.Socket[Any]) -> int:
     return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 

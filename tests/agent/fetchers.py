@@ -27,7 +27,7 @@ from tests.agent.helpers import peer, record, surroundings
 
 DEADLINE_S = 60.0
 PIECE, RANGE = 4096, 16384
-SETTINGS = AgentSettings(fetch_piece_bytes=PIECE, fetch_chunk_bytes=RANGE, range_timeout_ms=2000)
+SETTINGS = AgentSettings(fetch_piece_bytes=PIECE, fetch_range_bytes=RANGE, range_timeout_ms=2000)
 Found = tuple[int, bytes] | None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,15 @@ import zmq.asyncio
 
 from p2p_dmc.agent import adoption as adoption_module
 from p2p_dmc.agent.adoption import HEAD, Adoption, AdoptionFailedError
-from p2p_dmc.agent.bulk import BulkClient, BulkServer, Provider, SourceLostError, SourceSilentError
+from p2p_dmc.agent.bulk import (
+    AT_ONCE,
+    LOST_TIMES,
+    BulkClient,
+    BulkServer,
+    Provider,
+    SourceLostError,
+    SourceSilentError,
+)
 from p2p_dmc.agent.limits import RateLimit
 from p2p_dmc.agent.state import Held, SlotPool
 from p2p_dmc.agent.state_keeper import StateKeeper
@@ -306,6 +315,87 @@ def test_both_ends_keep_to_their_limits() -> None:
             await client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=256)
         assert up.taken == down.taken == len(CONTENT)
         client.close()
+        server.close()
+        context.destroy(linger=0)
+
+    run(work())
+
+
+def test_who_waits_for_a_low_limit_along_with_many_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they ask for takes many of their time-outs to send, and the last answer longer than a lost one may."""
+    monkeypatch.setattr("p2p_dmc.agent.bulk.REASSURE_S", 0.05)
+    timeout_ms, clients, size = 300, 12, 1000
+
+    async def work() -> None:
+        context = zmq.asyncio.Context()
+        server = BulkServer(context, RateLimit(8 * size))
+        server.provide(BulkKind.SHARD, ranges_of(CONTENT))
+        address = f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
+        asking = [BulkClient(context, timeout_ms) for _ in range(clients)]
+        began_s = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(
+            *(
+                client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=offset, size=size)
+                for client in asking
+                for offset in (0, size)
+            )
+        )
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert [bytes(data) for _, data in answers] == [CONTENT[:size], CONTENT[size : 2 * size]] * clients
+        assert took_s > (LOST_TIMES + 1) * timeout_ms / 1000
+        assert not server._owed and not server._told_s
+        for one in (*asking, server):
+            one.close()
+        context.destroy(linger=0)
+
+    run(work())
+
+
+def test_a_server_that_answers_nobody_any_more_reassures_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk hangs, say: whoever waits there is to look for another source."""
+    monkeypatch.setattr("p2p_dmc.agent.bulk.REASSURE_S", 0.02)
+    monkeypatch.setattr("p2p_dmc.agent.bulk.STALLED_S", 0.1)
+
+    async def work() -> None:
+        async with pair(timeout_ms=300) as p:
+
+            async def hangs(request: BulkRequest) -> None:
+                await asyncio.Event().wait()
+
+            address = p.serve(hangs)
+            waiting = [asyncio.create_task(p.get(address)) for _ in range(3 * AT_ONCE)]
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+            assert all(isinstance(one, SourceSilentError) for one in ended)
+
+    run(work())
+
+
+def test_what_was_for_a_client_that_is_gone_uses_up_no_limit() -> None:
+    async def work() -> None:
+        context = zmq.asyncio.Context()
+        limit = RateLimit(1_000_000)
+        server, gone = BulkServer(context, limit), asyncio.Event()
+
+        async def answer(request: BulkRequest) -> tuple[int, bytes]:
+            await gone.wait()
+            return 1 << 20, bytes(1 << 20)
+
+        server.provide(BulkKind.SHARD, answer)
+        address = f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
+        client = BulkClient(context, 10_000)
+        asked = asyncio.create_task(
+            client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=0, size=1 << 20)
+        )
+        while not server._working:
+            await asyncio.sleep(0.001)
+        client.close()
+        with pytest.raises(SourceSilentError):
+            await asked
+        await asyncio.sleep(0.1)  # the connection's end arrives
+        gone.set()
+        while server._working:
+            await asyncio.sleep(0.001)
+        assert limit.wait_s(time.monotonic()) == 0.0 and server.sent_bytes == 0
         server.close()
         context.destroy(linger=0)
 

@@ -36,6 +36,7 @@ DEADLINE_S = 60.0
 STEP_S = 0.1
 SETTINGS = AgentSettings(
     fetch_chunk_bytes=2048,
+    fetch_range_bytes=2048,
     fetch_piece_bytes=1024,
     range_timeout_ms=500,
     holdings_interval_ms=400,
@@ -830,7 +831,8 @@ def test_a_rotten_shard_is_found_said_and_repaired_and_meanwhile_nobody_counts_o
             unnoticed(store, manifest, 2, zero)
             await net.until(lambda: len(one.events("shard_corrupt")) == 1)
             assert not one.data.usable(d, 2) and 2 not in one.data.held(d)
-            assert await one.data.provide_shard(shard_request(d, 2)) is None
+            given = await one.data.provide_shard(shard_request(d, 2))
+            assert given in (None, (len(whole), whole[:1]))  # what has come of the right one is passed on
             await net.until(lambda: [e["source"] for e in one.events("fetched")] == [two.id])
             assert one.data.usable(d, 2) and store.path(d, 2).read_bytes() == whole
             [line] = one.around.said

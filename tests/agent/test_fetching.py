@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,22 @@ def test_a_holder_whose_training_needs_the_link_sends_first_what_is_waited_for(
             assert not me.store.has(d, 0)
         busy = False
         await w.until(lambda: me.has(0))
+
+    run(tmp_path, origin, manifest, work)
+
+
+def test_what_others_ask_for_does_not_wait_for_what_is_being_synced_here(
+    tmp_path: Path, origin: Store, manifest: Manifest
+) -> None:
+    async def work(w: World) -> None:
+        holder, me = w.holder(1), w.receiver(9)
+        synced = threading.Event()
+        for _ in range(2 * fetching_module.DISK_THREADS):
+            holder.fetching._threads.submit(synced.wait, 20.0)
+        came = me.want([0])
+        await w.until(lambda: came == [0])
+        assert not synced.is_set() and me.has(0)
+        synced.set()
 
     run(tmp_path, origin, manifest, work)
 

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_dmc.agent.spreading import OVERDUE_S, Ask, ShardPlan, Spreading
+from p2p_dmc.agent.spreading import (
+    ACTIVE_S,
+    GENTLE_BYTES,
+    OVERDUE_S,
+    PATIENCE_S,
+    WINDOW_MOST_BYTES,
+    WINDOW_RANGES,
+    Ask,
+    ShardPlan,
+    Source,
+    Spreading,
+)
 
 PIECE, RANGE = 128 << 10, 1 << 20
 D = b"d" * 16
@@ -143,6 +154,66 @@ def test_what_somebody_waits_for_comes_first_and_alone_while_training_needs_the_
     assert spreading.next_ask("h", 0.0, urgent_only=True) is None and spreading.background_asked() == 0
     third = spreading.next_ask("h", 0.0)
     assert third is not None and third.key == background.key and spreading.background_asked() == 1
+
+
+def test_where_a_run_trains_little_is_asked_for_at_once_of_what_nobody_waits_for() -> None:
+    spreading = Spreading(PIECE, 4 * RANGE)
+    background, urgent = plan_of(spreading, 0, 64 << 20), plan_of(spreading, 1, 64 << 20, urgent=True)
+    background.holders = urgent.holders = frozenset(["h"])
+    urgent.free = 0
+    spreading.sources["h"] = Source(window_bytes=WINDOW_MOST_BYTES)
+
+    def asked() -> list[int]:
+        return [ask.size for ask in iter(lambda: spreading.next_ask("h", 0.0, gently=True), None)]
+
+    assert asked() == [GENTLE_BYTES // WINDOW_RANGES] * WINDOW_RANGES
+    urgent.free = urgent.all
+    assert asked() == [4 * RANGE] * ((WINDOW_MOST_BYTES - GENTLE_BYTES) // (4 * RANGE) + 1)
+    assert all(ask.key == urgent.key for ask in urgent.asks)
+
+
+def test_of_what_others_receive_a_holder_is_asked_for_one_range_at_a_time_unless_somebody_waits() -> None:
+    spreading = Spreading(PIECE, RANGE)
+    plan = plan_of(spreading, 0, 64 << 20)
+    plan.holders = frozenset(["h"])
+    plan.share("me", ["me", "other", "third"], spreading.block_pieces)
+    spreading.sources["h"] = Source(window_bytes=WINDOW_MOST_BYTES)
+    own = []
+    while (ask := spreading.next_ask("h", 0.0)) is not None:
+        assert not ask.pieces & ~plan.own
+        own.append(ask)
+    assert len(own) == WINDOW_MOST_BYTES // RANGE
+    plan.free &= ~plan.own  # nothing of its own is left to ask for
+    for ask in own[:-1]:
+        answer(spreading, ask, 0.0)
+        assert spreading.next_ask("h", 0.0) is None  # others need the holder
+    answer(spreading, own[-1], 0.0)
+    extra = spreading.next_ask("h", 0.0)
+    assert extra is not None and not extra.pieces & plan.own and spreading.next_ask("h", 0.0) is None
+    plan.urgent = True
+    assert spreading.next_ask("h", 0.0) is not None
+
+
+def test_the_blocks_of_receivers_that_get_on_are_left_to_them_for_a_while() -> None:
+    def asks_at(now_s: float, active_s: dict[str, float]) -> bool:
+        """A second after its own were asked for at 10 s."""
+        spreading = Spreading(PIECE, RANGE)
+        plan = plan_of(spreading, 0, 64 << 20)
+        plan.holders = frozenset(["h"])
+        plan.share("me", ["me", "other", "third"], spreading.block_pieces)
+        spreading.next_ask("h", 9.0)
+        spreading.sources["h"].asked_bytes = 0
+        plan.free &= ~plan.own
+        spreading.active_s = active_s
+        spreading.next_ask("h", 10.0)  # its own are all asked for since then
+        spreading.sources["h"].asked_bytes = 0
+        return spreading.next_ask("h", now_s) is not None
+
+    assert asks_at(10.0, {})  # nobody else is known to receive anything
+    assert not asks_at(11.0, {"other": 10.5})
+    assert asks_at(11.0, {"a stranger": 10.5})
+    assert asks_at(10.0 + ACTIVE_S, {"other": 10.0})  # it tells of nothing any more
+    assert asks_at(10.0 + PATIENCE_S, {"other": 10.0 + PATIENCE_S})  # it gets on, and not with these
 
 
 def test_a_late_range_is_asked_of_another_and_the_first_answer_wins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -170,6 +171,60 @@ def test_a_pass_takes_the_time_it_may_and_begins_with_the_oldest(
         assert end - start == pytest.approx(1000 * one.manifest.shard_sizes[shard] / total, abs=2)
     assert len(order) == pytest.approx(2 * one.shards, abs=2)
     asyncio.run(one.scrub.close())
+
+
+def test_for_a_whole_pass_what_is_held_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Scrubbed(tmp_path, scrub_pass_s=1000.0)
+    now = [1e6]
+    monkeypatch.setattr(scrub_module, "time", Clock(now))
+    listed = []
+    holdings = one.store.holdings
+    monkeypatch.setattr(one.store, "holdings", lambda d: listed.append(d) or holdings(d))
+    for shard in range(one.shards):
+        one.known[one.dataset].verify(shard, one.store.stamp(one.dataset, shard))
+    one.scrub.record(one.dataset).times[:] = 100
+    asked, gone = 1, 2
+    found = []
+    for second in range(990):
+        now[0] += 1.0
+        if second == 2:  # somebody has it looked at, and another one is dropped
+            one.scrub.record(one.dataset).mark(asked)
+            one.store.drop(one.dataset, gone)
+        if (key := one.scrub._next()) is not None:
+            found.append(key[1])
+            one.scrub.record(one.dataset).mark(key[1])
+        if len(found) == one.shards - 2:
+            break
+    assert found == [shard for shard in range(one.shards) if shard not in (asked, gone)]
+    assert len(listed) == 2  # of this life's first look, and the pass
+    asyncio.run(one.scrub.close())
+
+
+def test_of_many_shards_the_pass_is_listed_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub_module, "AT_ONCE", 1)
+
+    async def work() -> None:
+        one = Scrubbed(tmp_path, scrub_pass_s=0.05)
+        await one.until(lambda: len(one.verified) == one.shards)
+        loop_thread, listers = threading.get_ident(), set()
+        holdings = one.store.holdings
+
+        def listing(dataset: bytes) -> frozenset[int]:
+            listers.add(threading.get_ident())
+            return holdings(dataset)
+
+        monkeypatch.setattr(one.store, "holdings", listing)
+        one.looked.clear()
+        one.scrub._pass = None
+        await one.until(lambda: len(set(one.looked)) == one.shards)
+        assert listers and loop_thread not in listers
+        await one.scrub.close()
+
+    run(work())
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent import entering, run_files
+from p2p_dmc.agent.bulk import Found
 from p2p_dmc.agent.entering import OtherPeer, pinned_version
 from p2p_dmc.agent.jobs import Jobs
 from p2p_dmc.data.appending import plan_versions
@@ -19,6 +21,7 @@ from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.mixture import Mixture, Part
 from p2p_dmc.data.seeding import Plan
 from p2p_dmc.data.store import Store
+from p2p_dmc.wire.messages import BulkKind, BulkRequest
 from tests.agent.helpers import peer, run_meta
 from tests.agent.test_datasets import copy, damage, empty, net_of, run, seeded
 from tests.agent.test_run_files import READY
@@ -253,6 +256,48 @@ def test_what_comes_for_another_version_while_it_waits_for_its_turn_is_not_fetch
             await net.until(lambda: (second.digest, 0) not in fetching)
             assert [r for r in caplog.records if r.levelname == "ERROR"] == []
             assert os.path.samefile(two.store.path(first.digest, 0), two.store.path(second.digest, 0))
+
+    run(work())
+
+
+def test_what_is_on_its_way_for_another_version_and_wanted_at_once_comes_once(
+    tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest]
+) -> None:
+    store, first = seeded
+    second = appended(tmp_path, store)
+
+    async def work() -> None:
+        async with net_of() as net:
+            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+            one.data.add(first)
+            one.data.add(second)
+            two.store.add_manifest(first)
+            two.store.add_manifest(second)
+            two.data.add(first)
+            two.data.add(second)
+            await net.until(lambda: two.data.reachable(first.digest) and two.data.reachable(second.digest))
+            go_on, asked = asyncio.Event(), []
+
+            async def slowly(request: BulkRequest) -> Found:
+                asked.append((request.digest, request.part, request.name))
+                if len(asked) > 1:
+                    await go_on.wait()
+                return await one.data.provide_shard(request)
+
+            one.server.provide(BulkKind.SHARD, slowly)
+            fetching = two.data._fetching
+            fetching.start((first.digest, 0), urgent=False)
+            await net.until(lambda: len(asked) > 1)
+            came: list[int] = []
+            two.data.want(second.digest, 0, lambda: came.append(0))
+            await asyncio.sleep(0.05)
+            assert fetching._receipts[first.digest, 0].plan.urgent  # somebody waits for these bytes now
+            go_on.set()
+            await net.until(lambda: bool(came))
+            await net.until(lambda: (first.digest, 0) not in fetching and (second.digest, 0) not in fetching)
+            assert two.data.usable(first.digest, 0) and two.data.usable(second.digest, 0)
+            zero = {(first.digest, 0), (second.digest, 0)}
+            assert {(d, part) for d, part, _ in asked if (d, part) in zero} == {(first.digest, 0)}
 
     run(work())
 

@@ -90,6 +90,64 @@ def test_a_wrong_byte_is_found_and_the_file_not_kept(origin: Store, store: Store
     assert receive(origin, store, d, 0)  # from another source
 
 
+@pytest.mark.parametrize("order", ["onwards", "backwards", "mixed"])
+@pytest.mark.parametrize("last", ["right", "wrong", "fails"])
+def test_what_counts_is_what_the_file_has_in_whatever_order_it_was_written(
+    store: Store, origin: Store, manifest: Manifest, monkeypatch: pytest.MonkeyPatch, order: str, last: str
+) -> None:
+    """And whatever was written again over what had been right, or wrong, before."""
+    d, size = manifest.digest, manifest.shard_sizes[0]
+    whole = origin.read_range(d, 0, 0, size)
+    shard = store.open_partial(d, 0)
+    ranges = shard.missing_ranges(1000)
+    turn = {"onwards": ranges, "backwards": ranges[::-1], "mixed": ranges[::2] + ranges[1::2]}[order]
+    for offset, count in turn:
+        shard.write(offset, whole[offset : offset + count])
+    wrong = bytes(255 - byte for byte in whole[200:400])
+    if last == "fails":
+        pwrite = os.pwrite
+
+        def half(descriptor: int, data: memoryview, offset: int) -> int:
+            if len(data) < 200:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(descriptor, data[:100], offset)
+
+        monkeypatch.setattr(os, "pwrite", half)
+        with pytest.raises(StoreFull):
+            shard.write(200, wrong)
+        monkeypatch.undo()
+    else:
+        shard.write(200, wrong)
+        if last == "right":
+            shard.write(200, whole[200:400])
+    assert shard.commit() == (last == "right") == store.has(d, 0)
+
+
+def test_what_arrived_can_be_read_while_the_whole_is_verified(
+    store: Store, origin: Store, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, size = manifest.digest, manifest.shard_sizes[0]
+    whole = origin.read_range(d, 0, 0, size)
+    shard = store.open_partial(d, 0)
+    shard.write(0, whole)
+    syncing, go_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        syncing.set()
+        assert go_on.wait(20.0)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    committing = threading.Thread(target=shard.commit)
+    committing.start()
+    assert syncing.wait(20.0)
+    assert shard.read(100, 50) == whole[100:150]
+    go_on.set()
+    committing.join()
+    assert shard.read(100, 50) is None and store.has(d, 0)
+
+
 def test_commit_of_an_incomplete_shard_is_a_programming_error(store: Store, manifest: Manifest) -> None:
     shard = store.open_partial(manifest.digest, 0)
     shard.write(0, b"x")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +18,7 @@ from p2p_dmc.agent import requests
 from p2p_dmc.agent.agent import Agent
 from p2p_dmc.agent.client import NoAnswerError, ask, ask_local
 from p2p_dmc.agent.requests import Requests
+from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.errors import UserError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import ClientReply, ClientRequest, SubmitEnded
@@ -115,6 +118,30 @@ def test_a_large_reply_is_cut_into_pieces_that_fit_a_message(monkeypatch: pytest
     assert len(got) > 10 and all(len(r.body) <= 10 and r.ok for r in got)
     assert [r.more for r in got] == [True] * (len(got) - 1) + [False]
     assert json.loads("".join(r.body for r in got)) == facts
+
+
+def test_what_takes_long_is_worked_out_while_the_agent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    went_on = threading.Event()
+    facts = {"a": [{"b": list(range(2500)), "c": {}}, {}], "d": [], "é": None, "f": [[1, {"g": "h"}]] * 1001}
+
+    def slowly() -> dict[str, Any]:
+        assert went_on.wait(20.0)
+        return facts
+
+    async def work() -> None:
+        tasks = Tasks(lambda error: None)
+        answering = Requests(cast(Agent, SimpleNamespace(spawn=tasks.spawn)))
+        monkeypatch.setattr(answering, "_facts", lambda request, local: slowly)
+        got: list[ClientReply] = []
+        answering.handle(ClientRequest(command="placement", arguments=()), got.append, local=False)
+        await asyncio.sleep(0.01)
+        assert not got
+        went_on.set()
+        while tasks:
+            await asyncio.sleep(0.001)
+        assert "".join(r.body for r in got) == json.dumps(facts)
+
+    asyncio.run(work())
 
 
 def test_an_unknown_command_and_one_that_only_this_machine_may_give() -> None:

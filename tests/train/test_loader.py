@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -196,6 +197,37 @@ def test_a_shard_that_is_missing_is_fetched_by_the_trainer(
         one.run()
     assert leader.fetched == 1
     assert one.numbers == numbers(agent)
+
+
+@pytest.mark.parametrize("wrong", ["none", "another number"])
+def test_a_shard_whose_index_was_made_wrong_is_fetched_once_and_named(
+    agent: ScriptedAgent, wrong: str
+) -> None:
+    """Its digest is right, so every copy of it is like that."""
+    path = agent.store.path(agent.manifest.digest, 1)
+    counts = agent.manifest.sample_counts
+    longer = next(shard for shard, count in enumerate(counts) if count != counts[1])
+    other = agent.store.path(agent.manifest.digest, longer)
+    path.write_bytes(bytes(path.stat().st_size) if wrong == "none" else other.read_bytes())
+
+    class Fetching(Leader):
+        fetched = 0
+
+        def __call__(self, agent: ScriptedAgent) -> None:
+            with contextlib.suppress(EOFError):
+                super().__call__(agent)
+
+        def other(self, agent: ScriptedAgent, message: Any) -> None:
+            if isinstance(message, tm.TrainerBye):
+                raise EOFError
+            assert isinstance(message, tm.ShardRequest) and message.shard == 1
+            self.fetched += 1
+            agent.send(tm.ShardReady(dataset=message.dataset, shard=1, path=str(path)))
+
+    leader = Fetching()
+    with agent.play(leader), pytest.raises(UserError, match="has the right digest and cannot be read"):
+        Trainer(agent, 3).run()
+    assert leader.fetched == 1
 
 
 class Broken(Exception):
