@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import io
 import json
+import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +97,47 @@ def webdataset(options: argparse.Namespace) -> Iterable[torch.Tensor]:
     )
 
 
-def timed(batches: Iterator[torch.Tensor], step: Callable[[torch.Tensor], None]) -> tuple[float, int, int]:
-    """Samples a second from the first batch to the last, samples in all, and a sum over all that they hold."""
-    begun_s, first, samples, total = 0.0, 0, 0, 0
-    ended_s = 0.0
+def cpu_s(pid: int) -> float:
+    """Of all threads of a process that are there."""
+    spent_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            spent_ns += int((task / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
+
+
+def children() -> list[int]:
+    """Of this process."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def timed(
+    batches: Callable[[], Iterable[torch.Tensor]],
+    step: Callable[[torch.Tensor], None],
+    besides: Sequence[int],
+) -> tuple[float, int, int, float]:
+    """Samples a second from the first batch to the last, samples in all, a sum over all that they hold, and
+    microseconds of CPU a sample, those of the workers and of the processes ``besides`` included.
+    """
+    begun_s = ended_s = spent_s = 0.0
+    samples = total = first = 0
     for batch in batches:
         if not samples:
-            begun_s, first = time.perf_counter(), len(batch)
+            first = len(batch)
+            others = [*children(), *besides]
+            spent_s = -time.process_time() - sum(map(cpu_s, others))
+            begun_s = time.perf_counter()
         samples += len(batch)
         total += int(batch.sum(dtype=torch.int64))
-        ended_s = time.perf_counter()
-        step(batch)
-    return (samples - first) / max(ended_s - begun_s, 1e-9), samples, total
+        ended_s, own_s = time.perf_counter(), time.process_time()
+        step()
+    spent_s += own_s + sum(map(cpu_s, others))
+    rate = (samples - first) / max(ended_s - begun_s, 1e-9)
+    return rate, samples, total, 1e6 * spent_s / max(1, samples - first)
 
 
 def main() -> None:
@@ -120,7 +151,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    said: dict[str, list[tuple[float, int, int]]] = {"ours": [], "webdataset": [], "loose": []}
+    said: dict[str, list[tuple[float, int, int, float]]] = {"ours": [], "webdataset": [], "loose": []}
     others = {"webdataset": webdataset(options), "loose": loose(options)}
     weight = torch.nn.Parameter(torch.zeros(1))
     with dmc.connect() as peer:
@@ -136,10 +167,13 @@ def main() -> None:
             prefetch_factor=PREFETCH if options.workers else None,
             persistent_workers=options.workers > 0,
         )
+        own_step, turns = functools.partial(optimizer.step, 0.0), list(said)
         for epoch in loader.epochs():
-            said["ours"].append(timed(iter(epoch), lambda _: optimizer.step(0.0)))
-            for name, other in others.items():
-                said[name].append(timed(iter(other), lambda _: plain.step()))
+            for name in turns:
+                mine = name == "ours"
+                batches, step = (epoch, own_step) if mine else (others[name], plain.step)
+                said[name].append(timed(batches, step, [os.getppid()] if mine else []))
+            turns.append(turns.pop(0))  # each is as often the first of a trial as the others
     options.out.write_text(json.dumps(said))
 
 

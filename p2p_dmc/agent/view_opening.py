@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.run_files import load_names, save_run
-from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.takeovers import takeovers
 from p2p_dmc.agent.work import Work, plain
 from p2p_dmc.core.agreement_messages import StateRef, View
@@ -42,10 +41,13 @@ def local_mode(start: StateRef, *, honoured: bool, base: StateRef | None, counte
     return Local.COUNTED if counted else Local.RESET
 
 
-def view_started(run: Run, view: View, held: Held, ledger: Ledger, mode: Local) -> ViewStarted:
+def view_started(run: Run, training: Training, mode: Local) -> ViewStarted:
     """The trainer's word of it."""
     reach("opening")
-    return _started(run, view, mode, str(held.slot), held.anchor_digest, held.tau.tau, ledger.epoch)
+    held, (steps, _) = training.held, training.course.steps()  # no time limit: nobody's pace is known yet
+    return _started(
+        run, training.view, mode, str(held.slot), held.anchor_digest, steps, training.ledger.epoch
+    )
 
 
 def learning_started(run: Run, view: View) -> ViewStarted:

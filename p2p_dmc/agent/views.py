@@ -210,7 +210,7 @@ class Views:
         report_opening(run, view, ledger, work, old_work, old_view)
         run.parked = False
         run.services.meta_changed()
-        run.to_trainer(view_started(run, view, held, ledger, mode))
+        run.to_trainer(view_started(run, run.training, mode))
         run.values.flush(run.to_trainer)
         run.training.start()
         run.members.hand_over(run.training)

@@ -3,6 +3,10 @@
 From it follow how long each member needs for what it has (`core.rebalancing`), and how many local steps it takes in
 a round: tau the slowest of them, the others as many as they can in that time, so that nobody waits for long at the
 barrier (DESIGN.md section 7). With tau 1 every step is a round, for everybody.
+
+A run begins with two rounds of one step, in which the members measure themselves: with tau steps the quicker ones would
+stand idle for most of both. That is two rounds' communication, once: a view among whose members is one that has trained
+before begins with tau steps.
 """
 
 from __future__ import annotations
@@ -50,16 +54,31 @@ class Pace:
         times = sorted(self.times)
         return times[(len(times) - 1) // 2] if len(times) > 1 else 0
 
+    @property
+    def expected_us(self) -> int:
+        """The same, by the speed that it said for the view while only its batch is known; 0 when unknown."""
+        if self.step_us or not (self.times and self.before):
+            return self.step_us
+        return max(1, self.batch * 1_000_000 // self.before)
+
 
 def local_steps(tau: int, paces: Sequence[Pace], member: int, busy: Sequence[bool]) -> tuple[int, int]:
     """How many the member takes in the next round; and microseconds after which it takes no more, 0 for no limit.
 
-    `busy`: who has anything to train on. A member that takes more than tau stops when the slowest one's time is over
-    by half: its own speed has changed.
+    `busy`: who has anything to train on. A member that takes more than tau, or of which nothing is known while others'
+    pace is, stops when the slowest one's time is over by half: its own speed has changed, or is far lower.
     """
-    mine = paces[member].step_us
-    slowest = max((pace.step_us for pace, works in zip(paces, busy, strict=True) if works), default=0)
-    if tau == 1 or not mine or slowest <= mine:
+    working = [pace for pace, works in zip(paces, busy, strict=True) if works]
+    slowest = max((pace.expected_us for pace in working), default=0)
+    mine = paces[member].expected_us
+    if tau == 1 or len(working) < 2:
+        return tau, 0
+    if not slowest:
+        return (tau if any(pace.before for pace in working) else 1), 0
+    limit_us = 3 * tau * slowest // 2
+    if not mine:
+        return tau, limit_us
+    if slowest <= mine:
         return tau, 0
     steps = min(MOST_STEPS * tau, (2 * tau * slowest + mine) // (2 * mine))
-    return steps, 3 * tau * slowest // 2 if steps > tau else 0
+    return steps, limit_us if steps > tau else 0

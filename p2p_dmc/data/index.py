@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,6 @@ _FOOTER = struct.Struct("<IIIQ8s")  # bytes of names, samples, fields, bytes of 
 _MAGIC = b"dmcindex"
 _SAMPLE_BYTES = 4 + 4
 _FIELD_BYTES = 2 + 4 + 8
-
-U32 = npt.NDArray[np.uint32]
 
 
 def encode_key(key: str) -> bytes:
@@ -76,8 +74,7 @@ def check_names(what: str, names: Sequence[str], limit: int) -> None:
     check(all(a < b for a, b in itertools.pairwise(names)), f"{what} names", "not sorted or not distinct")
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEntry:
+class SampleEntry(NamedTuple):
     """One sample in a shard: ``fields`` are (extension, offset in the shard, size), both in bytes."""
 
     key: str
@@ -134,19 +131,21 @@ class ShardIndex(Sequence[SampleEntry]):
         self.tar_bytes = shard_bytes - len(data)
         self.extensions = split_names(data[:names], MAX_EXTENSIONS)
         check_names("field", self.extensions, MAX_EXTENSIONS)
-        at = names
-        self._key_ends = np.frombuffer(data, "<u4", samples, at)
-        self._field_ends = np.frombuffer(data, "<u4", samples, at + 4 * samples)
-        at += _SAMPLE_BYTES * samples
-        self._numbers = np.frombuffer(data, "<u2", fields, at)
-        self._blocks = np.frombuffer(data, "<u4", fields, at + 2 * fields)
-        self._sizes = np.frombuffer(data, "<u8", fields, at + 6 * fields)
-        at += _FIELD_BYTES * fields
-        self._keys = memoryview(data)[at : at + keys]
+        counts = (("I", samples), ("I", samples), ("H", fields), ("I", fields), ("Q", fields))
+        columns, at = [], names
+        for code, count in counts:
+            column = array(code)
+            column.frombytes(data[at : at + count * column.itemsize])
+            if sys.byteorder == "big":
+                column.byteswap()
+            columns.append(column)
+            at += count * column.itemsize
+        self._columns = tuple(columns)
+        """Ends of keys, ends of fields; number of the name, block and size of each field. Single values come out of
+        these several times as quickly as out of numpy's."""
+        self._keys = data[at : at + keys]
+        self.memory_bytes = sum(len(column) * column.itemsize for column in columns) + keys
         self._check(fields, keys)
-        found = (self._key_ends, self._field_ends, self._numbers, self._blocks, self._sizes)
-        self._plain = tuple(array(code, _native(column)) for code, column in zip("IIHIQ", found, strict=True))
-        """The columns once more: single values come out of these several times as quickly."""
 
     @classmethod
     def read(cls, descriptor: int) -> ShardIndex:
@@ -162,30 +161,30 @@ class ShardIndex(Sequence[SampleEntry]):
 
         In which order they lie in the file is free, so that others' tars can be shards.
         """
-        check(self._key_ends[-1] == keys and self._field_ends[-1] == fields, "index", "ends do not fit")
-        key_sizes = np.diff(self._key_ends.astype(np.int64), prepend=0)
-        counts = np.diff(self._field_ends.astype(np.int64), prepend=0)
-        check((key_sizes >= 1).all() and (key_sizes <= MAX_KEY_BYTES).all(), "key sizes", "out of bounds")
-        check((counts >= 1).all() and (counts <= MAX_FIELDS).all(), "fields per sample", "out of bounds")
-        numbers = self._numbers.astype(np.int32)
-        check((numbers < len(self.extensions)).all(), "name number", "not in the list of fields")
+        key_ends, field_ends, numbers, blocks, sizes = (np.frombuffer(c, c.typecode) for c in self._columns)
+        check(key_ends[-1] == keys and field_ends[-1] == fields, "index", "ends do not fit")
+        key_sizes, counts = _steps(key_ends), _steps(field_ends)
+        check(key_sizes.min() >= 1 and key_sizes.max() <= MAX_KEY_BYTES, "key sizes", "out of bounds")
+        check(counts.min() >= 1 and counts.max() <= MAX_FIELDS, "fields per sample", "out of bounds")
+        check(numbers.max() < len(self.extensions), "name number", "not in the list of fields")
         is_first = np.zeros(fields, dtype=bool)
         is_first[0] = True
-        is_first[self._field_ends[:-1]] = True
-        check(((np.diff(numbers) > 0) | is_first[1:]).all(), "fields of a sample", "not sorted or distinct")
-        check((self._sizes <= np.uint64(self.tar_bytes)).all(), "field size", "larger than the shard")
-        starts = self._blocks.astype(np.int64) * BLOCK_BYTES
-        ends = starts + self._sizes.astype(np.int64)
-        check((ends <= self.tar_bytes).all(), "field", "ends outside the tar")
-        order = np.lexsort((ends, starts))  # an empty field may begin where the next one does
-        check((starts[order][1:] >= ends[order][:-1]).all(), "fields", "overlap")
+        is_first[field_ends[:-1]] = True
+        check((is_first | (_steps(numbers) > 0)).all(), "fields of a sample", "not sorted or distinct")
+        check(sizes.max() <= self.tar_bytes, "field size", "larger than the shard")
+        starts = blocks.astype(np.int64) * BLOCK_BYTES
+        ends = starts + sizes.astype(np.int64)
+        check(ends.max() <= self.tar_bytes, "field", "ends outside the tar")
+        if not (starts[1:] >= ends[:-1]).all():  # not in the order of the file
+            order = np.lexsort((ends, starts))  # an empty field may begin where the next one does
+            check((starts[order][1:] >= ends[order][:-1]).all(), "fields", "overlap")
 
     def __len__(self) -> int:
-        return len(self._key_ends)
+        return len(self._columns[0])
 
     def key_bytes(self, sample_index: int) -> bytes:
-        key_ends = self._plain[0]
-        return bytes(self._keys[key_ends[sample_index - 1] if sample_index else 0 : key_ends[sample_index]])
+        key_ends = self._columns[0]
+        return self._keys[key_ends[sample_index - 1] if sample_index else 0 : key_ends[sample_index]]
 
     def key(self, sample_index: int) -> str:
         """The key alone, cheaper than the whole entry."""
@@ -195,14 +194,21 @@ class ShardIndex(Sequence[SampleEntry]):
         """Of every sample, in file order."""
         return map(self.key, range(len(self)))
 
-    def _entry(self, sample_index: int) -> SampleEntry:
-        _, field_ends, numbers, blocks, sizes = self._plain
-        start = field_ends[sample_index - 1] if sample_index else 0
-        fields = [
-            (self.extensions[numbers[i]], blocks[i] * BLOCK_BYTES, sizes[i])
-            for i in range(start, field_ends[sample_index])
-        ]
-        return SampleEntry(self.key(sample_index), tuple(fields))
+    def entries(self, sample_indices: Sequence[int]) -> list[SampleEntry]:
+        """Of these samples, whose indices are not negative; IndexError. Quicker than one by one."""
+        key_ends, field_ends, numbers, blocks, sizes = self._columns
+        keys, extensions, alone = self._keys, self.extensions, len(field_ends) == len(sizes)
+        found = []
+        for i in sample_indices:
+            key = decode_key(keys[key_ends[i - 1] if i else 0 : key_ends[i]])
+            if alone:  # each sample has one field
+                field = extensions[numbers[i]], blocks[i] * BLOCK_BYTES, sizes[i]
+                found.append(SampleEntry(key, (field,)))
+            else:
+                here = range(field_ends[i - 1] if i else 0, field_ends[i])
+                fields = [(extensions[numbers[j]], blocks[j] * BLOCK_BYTES, sizes[j]) for j in here]
+                found.append(SampleEntry(key, tuple(fields)))
+        return found
 
     @overload
     def __getitem__(self, index: int) -> SampleEntry: ...
@@ -210,15 +216,17 @@ class ShardIndex(Sequence[SampleEntry]):
     def __getitem__(self, index: slice) -> tuple[SampleEntry, ...]: ...
     def __getitem__(self, index: int | slice) -> SampleEntry | tuple[SampleEntry, ...]:
         if isinstance(index, slice):
-            return tuple(self._entry(i) for i in range(*index.indices(len(self))))
+            return tuple(self.entries(range(*index.indices(len(self)))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a shard with {len(self)}")
-        return self._entry(index % len(self))
+        return self.entries((index % len(self),))[0]
 
 
-def _native(column: npt.NDArray[Any]) -> bytes:
-    """In this machine's order of bytes."""
-    return column.astype(column.dtype.newbyteorder("=")).tobytes()
+def _steps(column: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Each value less the one before it; the first one less nothing."""
+    steps = column.astype(np.int64)
+    steps[1:] -= column[:-1]
+    return steps
 
 
 def _size_at_end(descriptor: int, shard_bytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from p2p_dmc.data.index import SampleEntry, ShardIndex
@@ -16,6 +16,13 @@ MOST_GAPS = 2
 """Fields are read one by one if what lies between them is so many times their size,"""
 PAGE_BYTES = 4096
 """and this."""
+MOST_CLOSED_BYTES = 4 << 20
+"""Indexes of closed files are kept within so much memory: with a few samples in a shard, an index costs more to read
+than a sample. Where they do not all fit, a shard has many."""
+LOOKS = 2
+"""So many open files are looked at, whether they are deleted, when another one is opened."""
+
+Identity = tuple[int, int, int, int]
 
 
 class ShardDamaged(OSError):
@@ -33,8 +40,13 @@ class SampleReader:
             raise ValueError(f"max_open {max_open}: at least one file must be open to be read")
         self._max_open = max_open
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._indexes: dict[int, ShardIndex] = {}
-        """By descriptor, of those that are open."""
+        """By path, the least recently used first."""
+        self._indexes: dict[str, tuple[Identity, ShardIndex]] = {}
+        """Of those that are open, and what the file was when its index was read."""
+        self._closed: OrderedDict[str, tuple[Identity, ShardIndex]] = OrderedDict()
+        """Of others: each is good as long as its file is what it was."""
+        self._closed_bytes = 0
+        self._turn = 0  # which of the open ones is looked at next
 
     def read(self, path: Path, manifest: Manifest, shard_index: int, sample_index: int) -> Sample:
         """A sample of the shard file at ``path``: ``__key__``, ``__dataset__`` (the manifest's name), ``__shard__``
@@ -48,29 +60,50 @@ class SampleReader:
     def read_many(
         self, path: Path, manifest: Manifest, shard_index: int, sample_indices: Sequence[int]
     ) -> list[Sample]:
-        """Samples of one shard in the order asked for; they are read in the order of the file. Raises as `read`."""
+        """Samples of one shard in the order asked for. Raises as `read`."""
+        samples: list[Sample] = [{}] * len(sample_indices)
+        for place, sample in self.read_each(path, manifest, shard_index, sample_indices):
+            samples[place] = sample
+        return samples
+
+    def read_each(
+        self, path: Path, manifest: Manifest, shard_index: int, sample_indices: Sequence[int]
+    ) -> Iterator[tuple[int, Sample]]:
+        """Samples of one shard in the order of the file, each with its place in ``sample_indices``, one at a time:
+        what is done with one while it is in the processor's cache is done sooner. The reader reads nothing else
+        meanwhile. Raises as `read`.
+        """
         if shard_index < 0:
             raise IndexError(f"shard {shard_index}")
         shard = manifest.shards[shard_index]
-        for sample_index in sample_indices:
-            if not 0 <= sample_index < shard.sample_count:
-                raise IndexError(f"sample {sample_index} of a shard with {shard.sample_count}")
+        if sample_indices and not 0 <= min(sample_indices) <= max(sample_indices) < shard.sample_count:
+            raise IndexError(
+                f"samples {min(sample_indices)} to {max(sample_indices)} of a shard with {shard.sample_count}"
+            )
         descriptor, name = self._open(str(path)), shard.digest.hex()
-        index = self._index(path, descriptor, shard.sample_count)
-        entries = [index[sample_index] for sample_index in sample_indices]
-        samples: list[Sample] = [{}] * len(entries)
-        for place in sorted(range(len(entries)), key=lambda i: entries[i].fields[0][1]):
-            samples[place] = _sample(path, descriptor, entries[place], manifest.name, name)
-        return samples
+        entries = self._index(path, descriptor, shard.sample_count).entries(sample_indices)
+        places: Sequence[int] = range(len(entries))
+        if len(entries) > 1:
+            places = sorted(places, key=[entry.fields[0][1] for entry in entries].__getitem__)
+        for place in places:
+            yield place, _sample(path, descriptor, entries[place], manifest.name, name)
 
     def close(self) -> None:
-        """Close all files. The reader can be used again."""
-        while self._descriptors:
-            self._close(self._descriptors.popitem()[1])
+        """Close all files and forget what was in them. The reader can be used again."""
+        for name in list(self._descriptors):
+            self._close(name)
+        self._closed.clear()
+        self._closed_bytes = 0
 
-    def _close(self, descriptor: int) -> None:
-        self._indexes.pop(descriptor, None)
-        os.close(descriptor)
+    def _close(self, name: str, *, deleted: bool = False) -> None:
+        """The index of a file that is there is kept for when it is opened again."""
+        os.close(self._descriptors.pop(name))
+        kept = self._indexes.pop(name, None)
+        if kept is not None and not deleted and kept[1].memory_bytes <= MOST_CLOSED_BYTES:
+            self._closed[name] = kept
+            self._closed_bytes += kept[1].memory_bytes
+        while self._closed_bytes > MOST_CLOSED_BYTES:
+            self._closed_bytes -= self._closed.popitem(last=False)[1][1].memory_bytes
 
     def __enter__(self) -> SampleReader:
         return self
@@ -79,34 +112,48 @@ class SampleReader:
         self.close()
 
     def _open(self, name: str) -> int:
-        descriptor = self._descriptors.pop(name, None)
+        descriptor = self._descriptors.get(name)
         if descriptor is not None and os.fstat(descriptor).st_nlink == 0:
-            self._close(descriptor)
+            self._close(name, deleted=True)
             descriptor = None
         if descriptor is None:
             self._close_deleted()
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors[name] = descriptor
-        if len(self._descriptors) > self._max_open:
-            self._close(self._descriptors.popitem(last=False)[1])
+            descriptor = self._descriptors[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            if name in self._closed:
+                kept = self._closed.pop(name)
+                self._closed_bytes -= kept[1].memory_bytes
+                if kept[0] == identity(os.fstat(descriptor)):
+                    self._indexes[name] = kept
+            if len(self._descriptors) > self._max_open:
+                self._close(next(iter(self._descriptors)))
+        self._descriptors.move_to_end(name)
         return descriptor
 
     def _close_deleted(self) -> None:
-        """The disk gets their room back only then."""
-        for name, descriptor in list(self._descriptors.items()):
-            if os.fstat(descriptor).st_nlink == 0:
-                self._close(self._descriptors.pop(name))
+        """The disk gets their room back only then. A few of them each time, all in turn."""
+        names = list(self._descriptors)
+        for name in names[self._turn : self._turn + LOOKS]:
+            if os.fstat(self._descriptors[name]).st_nlink == 0:
+                self._close(name, deleted=True)
+        self._turn = self._turn + LOOKS if self._turn + LOOKS < len(names) else 0
 
     def _index(self, path: Path, descriptor: int, sample_count: int) -> ShardIndex:
-        index = self._indexes.get(descriptor)
-        if index is None:
+        name = str(path)
+        if name not in self._indexes:
+            now = identity(os.fstat(descriptor))
             try:
-                index = self._indexes[descriptor] = ShardIndex.read(descriptor)
+                self._indexes[name] = now, ShardIndex.read(descriptor)
             except ValueError as error:
-                raise ShardDamaged(f"{str(path)!r}: {error}") from error
+                raise ShardDamaged(f"{name!r}: {error}") from error
+        index = self._indexes[name][1]
         if len(index) != sample_count:
-            raise ShardDamaged(f"{str(path)!r}: {len(index)} samples, and the manifest says {sample_count}")
+            raise ShardDamaged(f"{name!r}: {len(index)} samples, and the manifest says {sample_count}")
         return index
+
+
+def identity(status: os.stat_result) -> Identity:
+    """Of a file: another one in its place, or the same one written to, has another."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_index(path: Path) -> ShardIndex:
@@ -139,6 +186,8 @@ def _sample(path: Path, descriptor: int, entry: SampleEntry, dataset_name: str, 
 
 def _read(path: Path, descriptor: int, offset: int, size: int, key: str) -> bytes:
     data = os.pread(descriptor, size, offset)
+    if len(data) == size:
+        return data
     while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
         data += more  # one read returns at most 2 GiB
     if len(data) < size:

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_dmc.wire.trainer_messages import Lease, LeaseEnd
 
 Piece = tuple[int, int, int]  # shard, lo, hi: positions in the epoch's order of that shard
+PlainBraid = tuple[Piece, ...]  # of one length, consumed in turn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Which samples make a batch. Equal batches have equal samples, whatever view or lease they came from."""
+    """Which samples make a batch. Equal batches have the same samples in the same order, whatever view or lease they
+    came from, and however that cut them into braids.
+    """
 
     epoch: int
-    pieces: tuple[Piece, ...]
-    size: int = field(init=False, compare=False)
+    braids: tuple[PlainBraid, ...]
+    size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", sum(hi - lo for _, lo, hi in self.pieces))
+        object.__setattr__(self, "size", sum(map(_size, self.braids)))
 
     def __len__(self) -> int:
         return self.size
 
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The same without turns, neighbours joined: one way to say it for each order of samples."""
+        pieces: list[Piece] = []
+        for braid in self.braids:
+            for row in range(braid[0][2] - braid[0][1] if len(braid) > 1 else 1):
+                for shard, lo, hi in braid:
+                    first, last = (lo + row, lo + row + 1) if len(braid) > 1 else (lo, hi)
+                    if pieces and pieces[-1][0] == shard and pieces[-1][2] == first:
+                        first = pieces.pop()[1]
+                    pieces.append((shard, first, last))
+        return tuple(pieces)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Batch):
+            return NotImplemented
+        if (self.epoch, self.size) != (other.epoch, other.size):
+            return False
+        return self.braids == other.braids or self.pieces == other.pieces
+
+    def __hash__(self) -> int:
+        return hash((self.epoch, self.pieces))
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Small and quick: each batch goes to a worker so."""
-        return _unpacked, (self.epoch, array("q", [n for piece in self.pieces for n in piece]).tobytes())
-
-
-def _unpacked(epoch: int, packed: bytes) -> Batch:
-    numbers = iter(array("q", packed))
-    return Batch(epoch, tuple(zip(numbers, numbers, numbers, strict=True)))
+        return Batch, (self.epoch, self.braids)
 
 
 class Leases:
@@ -49,21 +69,19 @@ class Leases:
         self._epoch = 0  # of the last lease
         self.left: int | None = None  # samples of that epoch still to be leased; None: not known
         self.generation = 0
-        self._stretches: deque[tuple[int, Piece]] = deque()  # with their epoch
-        self._ahead: tuple[tuple[int, Piece], ...] = ()
+        self._leased = _Line()
+        self._ahead: tuple[tuple[int, PlainBraid], ...] = ()  # with their epoch
         self._ahead_count = 0
-        self._uncut: deque[tuple[int, Piece]] | None = (
-            None  # what follows the planned batches; None: plan anew
-        )
+        self._uncut: _Line | None = None  # what follows the planned batches; None: plan anew
         self._planned: deque[Batch] = deque()
+        self._planned_count = 0
 
     def add(self, lease: Lease) -> None:
         """What the agent handed out."""
-        for piece in _in_turn(lease.braids):
-            self._stretches.append((lease.epoch, piece))
-            self.count += piece[2] - piece[1]
-        self._ahead = tuple((lease.epoch, piece) for piece in _in_turn(lease.ahead))
-        self._ahead_count = sum(hi - lo for _, (_, lo, hi) in self._ahead)
+        self._leased.braids += [(lease.epoch, braid) for braid in lease.braids]
+        self.count += sum(map(_size, lease.braids))
+        self._ahead = tuple((lease.epoch, braid) for braid in lease.ahead)
+        self._ahead_count = sum(map(_size, lease.ahead))
         self._epoch, self.left = lease.epoch, lease.left
         self._uncut = None
 
@@ -84,58 +102,88 @@ class Leases:
         """
         if self._uncut is None:
             self._planned.clear()
-            self._uncut = deque([*self._stretches, *self._ahead])
-        left = self.count + self._ahead_count - sum(map(len, self._planned))
-        is_all = self.end is not None or self.left == self._ahead_count
-        while len(self._planned) < batches and left >= (1 if is_all else batch_size):
-            self._planned.append(_cut(self._uncut, batch_size))
-            left -= len(self._planned[-1])
+            self._planned_count = 0
+            self._uncut = _Line((*self._leased.braids, *self._ahead), self._leased.at)
+        if len(self._planned) < batches:
+            left = self.count + self._ahead_count - self._planned_count
+            is_all = self.end is not None or self.left == self._ahead_count
+            while len(self._planned) < batches and left >= (1 if is_all else batch_size):
+                batch = self._uncut.cut(batch_size)
+                self._planned.append(batch)
+                self._planned_count += len(batch)
+                left -= len(batch)
         return self._planned
 
     def take(self, batch: Batch) -> None:
         """The planned batch that comes first was handed out."""
         if self._planned.popleft() != batch or len(batch) > self.count:
             raise RuntimeError(f"{batch} was handed out, which is not what is leased")
+        self._planned_count -= len(batch)
         self.count -= len(batch)
-        left = len(batch)
-        while left:
-            epoch, (shard, lo, hi) = self._stretches.popleft()
-            if hi - lo > left:
-                self._stretches.appendleft((epoch, (shard, lo + left, hi)))
-            left -= min(left, hi - lo)
+        self._leased.skip(len(batch))
 
     def clear(self) -> None:
         """They are others' now."""
-        self._stretches.clear()
+        self._leased = _Line()
         self._ahead, self._ahead_count, self._uncut = (), 0, None
         self.count = 0
         self.end = self.left = None
         self.generation += 1
 
 
-def _in_turn(braids: Iterable[Sequence[Piece]]) -> Iterator[Piece]:
-    """What is consumed first comes first; one stretch alone goes in one piece."""
-    for braid in braids:
-        length = braid[0][2] - braid[0][1]
-        if len(braid) == 1:
-            yield braid[0]
-        else:
-            for row in range(length):
-                for shard, lo, _ in braid:
-                    yield shard, lo + row, lo + row + 1
+class _Line:
+    """Braids one after the other, each with its epoch; the first ``at`` samples of the first one are gone."""
+
+    def __init__(self, braids: Iterable[tuple[int, PlainBraid]] = (), at: int = 0) -> None:
+        self.braids = deque(braids)
+        self.at = at
+
+    def cut(self, count: int) -> Batch:
+        """Take the first ``count`` samples away, fewer if the epoch or the line ends; at least one is there."""
+        epoch = self.braids[0][0]
+        taken: list[PlainBraid] = []
+        while count and self.braids and self.braids[0][0] == epoch:
+            braid = self.braids[0][1]
+            end = min(_size(braid), self.at + count)
+            taken += _part(braid, self.at, end)
+            count -= end - self.at
+            self._advance(end)
+        return Batch(epoch, tuple(taken))
+
+    def skip(self, count: int) -> None:
+        """Take so many away, which are there."""
+        while count:
+            end = min(_size(self.braids[0][1]), self.at + count)
+            count -= end - self.at
+            self._advance(end)
+
+    def _advance(self, end: int) -> None:
+        self.at = end
+        if end == _size(self.braids[0][1]):
+            self.braids.popleft()
+            self.at = 0
 
 
-def _cut(stretches: deque[tuple[int, Piece]], count: int) -> Batch:
-    """Take the first ``count`` positions away, fewer if the epoch or the stretches end; at least one is there."""
-    epoch = stretches[0][0]
-    pieces: list[Piece] = []
-    while count and stretches and stretches[0][0] == epoch:
-        _, (shard, lo, hi) = stretches.popleft()
-        cut = min(hi, lo + count)
-        count -= cut - lo
-        if pieces and pieces[-1][0] == shard and pieces[-1][2] == lo:
-            lo = pieces.pop()[1]
-        pieces.append((shard, lo, cut))
-        if cut < hi:
-            stretches.appendleft((epoch, (shard, cut, hi)))
-    return Batch(epoch, tuple(pieces))
+def _size(braid: PlainBraid) -> int:
+    return len(braid) * (braid[0][2] - braid[0][1])
+
+
+def _part(braid: PlainBraid, lo: int, hi: int) -> list[PlainBraid]:
+    """Samples ``lo`` to ``hi`` of it, at least one: the rest of a row, whole rows, the beginning of a row."""
+    lanes = len(braid)
+    (first, skipped), (last, taken) = divmod(lo, lanes), divmod(hi, lanes)
+    if first == last:
+        return [_rows(braid[skipped:taken], first, first + 1)]
+    found = []
+    if skipped:
+        found.append(_rows(braid[skipped:], first, first + 1))
+        first += 1
+    if first < last:
+        found.append(_rows(braid, first, last))
+    if taken:
+        found.append(_rows(braid[:taken], last, last + 1))
+    return found
+
+
+def _rows(braid: PlainBraid, first: int, last: int) -> PlainBraid:
+    return tuple([(shard, lo + first, lo + last) for shard, lo, _ in braid])

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Source:
         """A batch's samples, by the keys of the first few; by place where the shard cannot be read."""
         keys: list[str] = []
         for shard, lo, hi in batch.pieces:
+            if len(keys) == MOST_NAMED:
+                break
             indices = self._order(batch.epoch, shard)[lo:hi][: MOST_NAMED - len(keys)]
             try:
                 keys += [str(sample["__key__"]) for sample in self._read(shard, indices)]
@@ -82,60 +84,74 @@ class Source:
         return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
 
     def _make(self, batch: Batch) -> Outcome:
-        items: list[Any] = []
-        skipped: list[int] = []
-        named: list[str] = []
-        samples = self._samples(batch)
-        if isinstance(samples, int):
-            return MISSING, samples, (), ()
-        for place, sample in enumerate(samples):
-            try:
-                items.append(sample if self.decode is None else self.decode(sample))
-            except Exception as error:
-                name = f"sample {sample['__key__']!r} of shard {sample['__shard__']!r}"
-                name += f" of data set {sample['__dataset__']!r}" if self.mixture.is_mixed else ""
-                if not self.skip:
-                    add_note(error, f"in decode of {name}")
-                    raise
-                skipped.append(place)
-                if len(named) < MOST_NAMED:
-                    named.append(f"{name}: {type(error).__name__}: {error}")
-        if not items:
-            return NOTHING, None, tuple(skipped), tuple(named)
-        return DATA, self.collate(items), tuple(skipped), tuple(named)
+        made: list[Any] = [None] * len(batch)
+        skipped: dict[int, str] = {}
+        try:
+            for place, sample in self._samples(batch):
+                try:
+                    made[place] = sample if self.decode is None else self.decode(sample)
+                except Exception as error:
+                    name = f"sample {sample['__key__']!r} of shard {sample['__shard__']!r}"
+                    name += f" of data set {sample['__dataset__']!r}" if self.mixture.is_mixed else ""
+                    if not self.skip:
+                        add_note(error, f"in decode of {name}")
+                        raise
+                    skipped[place] = f"{name}: {type(error).__name__}: {error}"
+        except ShardMissing as missing:
+            return MISSING, missing.shard, (), ()
+        left_out = tuple(sorted(skipped))
+        named = tuple(skipped[place] for place in left_out[:MOST_NAMED])
+        if len(skipped) == len(made):
+            return NOTHING, None, left_out, named
+        items = [item for place, item in enumerate(made) if place not in skipped] if skipped else made
+        return DATA, self.collate(items), left_out, named
 
-    def _samples(self, batch: Batch) -> list[Sample] | int:
-        """In the batch's order; or the number of a shard that is not here, or not whole."""
-        wanted: dict[int, tuple[list[int], list[int], tuple[int, ...]]] = {}
+    def _samples(self, batch: Batch) -> Iterator[tuple[int, Sample]]:
+        """With their places in the batch, in the order in which they lie on the disk, each read when it is its turn:
+        the first ones would be out of the processor's cache when all are read. Raises ShardMissing.
+        """
+        wanted: dict[int, tuple[list[int], list[int]]] = {}
         place = 0
-        for shard, lo, hi in batch.pieces:
-            if shard not in wanted:  # places in the batch, indices in the shard, its order
-                wanted[shard] = ([], [], self._order(batch.epoch, shard))
-            places, indices, order = wanted[shard]
-            places += range(place, place + hi - lo)
-            indices += order[lo:hi]
-            place += hi - lo
-        samples: list[Sample] = [{}] * place
-        for shard, (places, indices, _) in wanted.items():
+        for braid in batch.braids:
+            lanes = len(braid)
+            end = place + lanes * (braid[0][2] - braid[0][1])
+            for lane, (shard, lo, hi) in enumerate(braid, place):
+                places, indices = wanted.setdefault(shard, ([], []))
+                places += range(lane, end, lanes)
+                indices += self._order(batch.epoch, shard)[lo:hi]
+            place = end
+        for shard, (places, indices) in wanted.items():
             try:
-                read = self._read(shard, indices)
-            except (FileNotFoundError, ShardDamaged):
-                return shard
-            for place, sample in zip(places, read, strict=True):
-                samples[place] = sample
-        return samples
+                path, manifest, at, first = self._place(shard)
+                there = [first + index for index in indices] if first else indices
+                for which, sample in self._reader.read_each(path, manifest, at, there):
+                    yield places[which], sample
+            except (FileNotFoundError, ShardDamaged) as error:
+                raise ShardMissing(shard) from error
 
     def _read(self, shard: int, indices: Sequence[int]) -> list[Sample]:
+        path, manifest, at, first = self._place(shard)
+        return self._reader.read_many(path, manifest, at, [first + index for index in indices])
+
+    def _place(self, shard: int) -> tuple[Path, Manifest, int, int]:
+        """File, data set, number and first sample of what a shard of the mixture stands for."""
         if shard not in self._places:
             manifest, at, first = self.mixture.where(shard)
             path = shard_path(self.store_root / manifest.digest.hex(), manifest.shard_digests[at])
             self._places[shard] = path, manifest, at, first
-        path, manifest, at, first = self._places[shard]
-        return self._reader.read_many(path, manifest, at, [first + index for index in indices])
+        return self._places[shard]
 
     def _order(self, epoch: int, shard: int) -> tuple[int, ...]:
         count = self.mixture.sample_counts[shard]
         return sample_permutation(self.mixture.digest, self.seed, epoch, shard, count)
+
+
+class ShardMissing(Exception):
+    """A shard is not on this machine, or not whole."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__(f"shard {shard}")
+        self.shard = shard
 
 
 class Failure:

@@ -247,7 +247,7 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     m.reduced(1.0)
     done = m.last(RoundComplete)
     assert done == RoundComplete(
-        view_epoch=1, round=1, steps=4, limit_us=0, epoch=0, reset=False, retake=False
+        view_epoch=1, round=1, steps=1, limit_us=0, epoch=0, reset=False, retake=False
     )
     held = m.training.held
     assert host.asked == [held.ref] and held.ref.lineage == (1, 1) and held.slot == Path(order.slot_path)
@@ -261,6 +261,22 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     assert set(flat(line["counted"])) >= set(leased) and size(flat(line["counted"])) == 10
     assert not set(m.lease(6)) & set(leased)  # and so on
     assert m.training.measured.speed == 6
+
+
+def test_a_run_begins_with_two_rounds_of_one_step(tmp_path: Path) -> None:
+    """Nobody's speed is known: with tau steps a quick machine would wait long for a slow one, twice."""
+    m = two(tmp_path)
+    given = [m.training.course.steps()]
+    for i in range(2):
+        m.consume(4)
+        m.other_says(2, 4)
+        m.reduced(float(i))
+        done = m.last(RoundComplete)
+        given.append((done.steps, done.limit_us))
+    assert given == [(1, 0), (1, 0), (m.held.tau.tau, 0)] and m.held.tau.tau > 1
+    known = Member(tmp_path / "2", 1, view_of([payload(ALL, speed=9), payload(ALL)]), ledger())
+    assert known.training.course.steps() == (m.held.tau.tau, 0)  # one of them has trained before
+    assert alone(tmp_path / "3").training.course.steps() == (m.held.tau.tau, 0)
 
 
 def test_the_next_headers_commit_the_round(tmp_path: Path) -> None:

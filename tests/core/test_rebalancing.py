@@ -196,9 +196,29 @@ def test_in_the_time_of_the_slowest_ones_tau_steps_the_others_take_more(tau: int
         tau,
         0,
     )  # it is slower, and has nothing to do
-    assert local_steps(tau, [*paces[:3], pace()], 3, [True] * 4) == (tau, 0)  # nothing is known of it
+    limit_us = 3 * tau * 4000 // 2 if tau > 1 else 0
+    assert local_steps(tau, [*paces[:3], pace()], 3, [True] * 4) == (tau, limit_us)  # nothing is known of it
     slow = [pace(*[(4, 1, 10**9)] * 2), pace(*[(4, 1, 1)] * 2)]
     assert local_steps(tau, slow, 1, [True] * 2)[0] == (MOST_STEPS * tau if tau > 1 else 1)
+
+
+@pytest.mark.parametrize("tau", [2, 8])
+def test_until_somebodys_pace_is_known_all_take_one_step(tau: int) -> None:
+    """Rounds of one step are short whoever is slow: two of them tell how fast everybody is."""
+    nothing, once, twice = pace(), pace((4, 1, 4000)), pace((4, 1, 9000), (4, 1, 4000))
+    two, quick = [True] * 2, pace((4, 1, 9000), (4, 1, 1000))
+    for paces in ([nothing, nothing], [once, once], [once, nothing]):
+        assert [local_steps(tau, paces, i, two) for i in range(2)] == [(1, 0), (1, 0)]
+    assert [local_steps(tau, [twice, quick], i, two)[0] for i in range(2)] == [tau, 4 * tau]
+    # nobody waits for whoever has nothing to do, nor is it known how fast one is that did nothing
+    assert local_steps(tau, [once, twice], 0, [True, False]) == (tau, 0)
+    assert [local_steps(tau, [nothing] * 2, i, [True, False]) for i in range(2)] == [(tau, 0)] * 2
+    # what was said for the view tells how much to expect, and the first round of how many samples a step is
+    assert local_steps(tau, [pace(before=1000), nothing], 1, two) == (tau, 0)
+    said = [pace((4, 1, 90_000), before=1000), pace((16, 1, 90_000), before=16_000)]
+    assert [one.expected_us for one in said] == [4000, 1000]
+    assert [local_steps(tau, said, i, two)[0] for i in range(2)] == [tau, 4 * tau]
+    assert [one.speed for one in said] == [1000, 16_000]
 
 
 def test_equal_machines_take_tau_steps_each_however_their_times_jitter() -> None:

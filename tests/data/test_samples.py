@@ -158,3 +158,73 @@ def test_a_deleted_file_is_closed_when_another_is_opened(seeded: tuple[Path, Sto
         first.unlink()
         reader.read(second, manifest, 1, 0)
         assert list(reader._descriptors) == [str(second)]
+
+
+def preads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Offsets of all reads from here on."""
+    offsets: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: offsets.append(at) or pread(fd, size, at))
+    return offsets
+
+
+def test_an_index_is_read_once_though_its_file_is_closed_meanwhile(
+    seeded: tuple[Path, Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, manifest = seeded
+    first, second = (store.path(manifest.digest, shard) for shard in (0, 1))
+    shutil.copy(first, tmp_path / "copy")
+    offsets, fields = preads(monkeypatch), read_index(first).tar_bytes
+    with SampleReader(max_open=1) as reader:
+
+        def reads() -> list[bool]:
+            """Whether each read is of the index, when the first shard's first sample is read."""
+            reader.read(second, manifest, 1, 0)
+            offsets.clear()
+            reader.read(first, manifest, 0, 0)
+            return [offset >= fields for offset in offsets]
+
+        assert reads() == [True, True, False]  # how long it is, the index, the sample
+        assert reads() == [False]
+        os.replace(tmp_path / "copy", first)
+        assert reads() == [True, True, False]  # another file has its name
+        assert reads() == [False]
+        os.utime(first, (1, 1))
+        assert reads() == [True, True, False]  # it was written to
+    assert (reader._closed_bytes, len(reader._closed)) == (0, 0)
+
+
+def test_indexes_of_closed_files_are_kept_within_bounds(
+    seeded: tuple[Path, Store, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, manifest = seeded
+    paths = [store.path(manifest.digest, shard) for shard in range(len(manifest.shards))]
+    room = max(read_index(path).memory_bytes for path in paths)
+    monkeypatch.setattr(samples, "MOST_CLOSED_BYTES", room)
+    with SampleReader(max_open=1) as reader:
+        for _ in range(2):
+            for shard, path in enumerate(paths):
+                reader.read(path, manifest, shard, 0)
+                kept = [index.memory_bytes for _, index in reader._closed.values()]
+                assert reader._closed_bytes == sum(kept) <= room and len(reader._indexes) == 1
+        monkeypatch.setattr(samples, "MOST_CLOSED_BYTES", room - 1)
+        biggest = max(range(len(paths)), key=lambda i: read_index(paths[i]).memory_bytes)
+        reader.read(paths[biggest], manifest, biggest, 0)
+        reader.read(paths[biggest - 1], manifest, biggest - 1, 0)
+        assert str(paths[biggest]) not in reader._closed
+
+
+def test_of_many_open_files_all_the_deleted_ones_are_closed_soon(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "tree", {f"{i}.bin": 30_000 for i in range(12)})
+    store = Store(tmp_path / "store")
+    manifest = seed_tree(tree, store, max_shard_size=32_000)
+    paths = [store.path(manifest.digest, shard) for shard in range(len(manifest.shards))]
+    assert len(paths) >= 10
+    with SampleReader() as reader:
+        for shard in range(6):
+            reader.read(paths[shard], manifest, shard, 0)
+        for shard in (0, 2, 5):
+            paths[shard].unlink()
+        for shard in range(6, 10):
+            reader.read(paths[shard], manifest, shard, 0)
+        assert [paths.index(Path(name)) for name in reader._descriptors] == [1, 3, 4, 6, 7, 8, 9]

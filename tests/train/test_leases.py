@@ -22,11 +22,11 @@ def test_batches_of_what_is_leased_and_then_of_what_follows() -> None:
     leases = Leases()
     leases.add(lease((0, 0, 5), (3, 2, 4), ahead=((3, 4, 9), (1, 0, 1))))
     assert list(leases.plan(4, 9)) == [
-        Batch(0, ((0, 0, 4),)),
-        Batch(0, ((0, 4, 5), (3, 2, 5))),  # across the end of the lease, and neighbours are one
-        Batch(0, ((3, 5, 9),)),
+        Batch(0, (((0, 0, 4),),)),
+        Batch(0, (((0, 4, 5),), ((3, 2, 5),))),  # across the end of the lease, and neighbours are one
+        Batch(0, (((3, 5, 9),),)),
     ]  # the last sample is not known to be the last
-    assert leases.count == 7 and next(iter(leases.plan(4, 1))) == Batch(0, ((0, 0, 4),))
+    assert leases.count == 7 and next(iter(leases.plan(4, 1))) == Batch(0, (((0, 0, 4),),))
 
 
 def test_the_last_batch_is_short_when_it_is_known_to_be_the_last() -> None:
@@ -38,9 +38,25 @@ def test_the_last_batch_is_short_when_it_is_known_to_be_the_last() -> None:
 
 
 def test_a_batch_goes_to_another_process_whole() -> None:
-    for batch in (Batch(3, ((1, 2, 9), (2**40, 0, 1))), Batch(0, ())):
+    for batch in (Batch(3, (((1, 2, 9),), ((2**40, 0, 1), (7, 3, 4)))), Batch(0, ())):
         again = pickle.loads(pickle.dumps(batch))
         assert (again, len(again)) == (batch, len(batch))
+
+
+def test_batches_are_equal_when_their_samples_come_in_the_same_order() -> None:
+    whole = Batch(0, (((0, 0, 3), (1, 5, 8)),))
+    cut = Batch(0, (((0, 0, 1), (1, 5, 6)), ((0, 1, 2),), ((1, 6, 7),), ((0, 2, 3), (1, 7, 8))))
+    assert whole == cut and hash(whole) == hash(cut) and cut == pickle.loads(pickle.dumps(cut))
+    assert whole.pieces == ((0, 0, 1), (1, 5, 6), (0, 1, 2), (1, 6, 7), (0, 2, 3), (1, 7, 8))
+    assert Batch(0, (((0, 0, 2),), ((0, 2, 3),))) == Batch(0, (((0, 0, 3),),))
+    for other in (
+        Batch(1, whole.braids),
+        Batch(0, (((1, 5, 8), (0, 0, 3)),)),
+        Batch(0, (((0, 0, 3),), ((1, 5, 8),))),
+        Batch(0, (((0, 0, 3), (1, 5, 8)), ((2, 0, 1),))),
+        "another thing",
+    ):
+        assert whole != other
 
 
 def test_only_the_planned_first_is_taken() -> None:

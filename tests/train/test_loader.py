@@ -551,7 +551,7 @@ def test_a_batch_is_named_also_when_its_shard_is_gone(agent: ScriptedAgent) -> N
             collate=list,
             skip=False,
         )
-        return made.name(Batch(0, ((0, 0, 2), (1, 0, 2))))
+        return made.name(Batch(0, (((0, 0, 2),), ((1, 0, 2),))))
 
     first = [f"'s{x:.0f}'" for x in numbers(agent)[:2]]
     assert named(agent.store.path(agent.manifest.digest, 0).parents[2]).startswith(

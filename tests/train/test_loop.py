@@ -506,8 +506,8 @@ def test_a_decode_that_raises_names_the_sample(agent: ScriptedAgent) -> None:
     with agent.play(script), pytest.raises(KeyError) as caught:
         Script(agent, decode=decode).run()
     text = "".join([*getattr(caught.value, "__notes__", []), str(caught.value)])
-    [number] = expected_values(agent, (0, 0, 1))
-    assert f"'s{number:.0f}'" in text
+    either = [f"'s{number:.0f}'" for number in expected_values(agent, (0, 0, 2))]
+    assert sum(name in text for name in either) == 1  # the one that comes first on the disk
     assert agent.manifest.shards[0].digest.hex() in text
 
 
