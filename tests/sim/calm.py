@@ -134,13 +134,13 @@ def ask(world: World, host: Host | None) -> None:
 def reopen(world: World, host: Host | None) -> None:
     """Nobody has a view, as far as it knows: found the run again with whoever can be reached.
 
-    So does who has begun to found it with somebody, and has been in no view yet.
+    So does who has begun to found it and has been in no view yet, with those of the others with whom it has begun.
     """
     if host is None or not host.up or host.core is None or host.trainer is None or host.outcome:
         return
     core = host.core
-    founds = any(len(view.members) > 1 for view in core._pending)
-    if core.view is not None or not (core.history or founds):
+    founders = {peer for view in core._pending for peer in view.peers if peer != host.peer_id}
+    if core.view is not None or not (core.history or founders):
         return
     reached = [
         other
@@ -149,7 +149,8 @@ def reopen(world: World, host: Host | None) -> None:
     ]
     if any(other.opened and not other.outcome for other in reached):
         return  # it asks them
-    peers = sorted([host.peer_id, *(other.peer_id for other in reached if other.trainer is not None)])
+    able = [other.peer_id for other in reached if other.trainer is not None]
+    peers = sorted([host.peer_id, *(peer for peer in able if core.history or peer in founders)])
     world.act(host, lambda core, now: core.found(tuple(peers), now))
 
 
