@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -12,6 +13,8 @@ from p2p_dmc.errors import UserError
 
 TOLERANCE = 0.01
 """A part's share of an epoch's samples may be so far from the one that is wanted: a percentage point."""
+MOST_LONGER = Fraction(5, 4)
+"""So many times longer an epoch may be for shares that are nearer than they have to be."""
 
 
 def passes_for(
@@ -19,9 +22,10 @@ def passes_for(
 ) -> dict[str, int]:
     """Passes over each data set an epoch, such that its share of the samples is its weight's share of all weights.
 
-    The data set that is to come least often comes once, twice, ...; the others' passes are the nearest whole numbers.
-    The first that are all within ``tolerance`` (a share, from 0 to 1) are taken, so an epoch is about as short as it
-    can be. Exact arithmetic: the same on every machine, and weights that differ by a factor are the same.
+    From one pass over each on, the next one goes to the data set whose passes are the most too few, as seats go to
+    parties (Webster's method), until all shares are within ``tolerance`` (a share, from 0 to 1): so an epoch is about
+    as short as it can be. The nearest passes that go with those of the least frequent one are taken if they do, too.
+    Exact arithmetic: the same on every machine, and weights that differ by a factor are the same.
 
     Raises:
         UserError: a weight or the tolerance is no such number, or a data set would come more than `MAX_PASSES` times.
@@ -31,14 +35,27 @@ def passes_for(
     wanted = {name: weight / sum(exact.values()) for name, weight in exact.items()}
     often = {name: share / samples[name] for name, share in wanted.items()}
     allowed = Fraction(str(tolerance))
-    least = min(often.values())
-    for once in range(1, MAX_PASSES + 1):
-        passes = {name: round(once * rate / least) for name, rate in often.items()}
-        if max(passes.values()) > MAX_PASSES:
-            break
-        total = sum(passes[name] * samples[name] for name in passes)
-        if all(abs(Fraction(passes[n] * samples[n], total) - wanted[n]) <= allowed for n in passes):
-            return passes
+
+    def length(passes: Mapping[str, int]) -> int:
+        return sum(passes[name] * samples[name] for name in passes)
+
+    def fit(passes: Mapping[str, int]) -> bool:
+        shares = {name: Fraction(passes[name] * samples[name], length(passes)) for name in passes}
+        few_enough = max(passes.values()) <= MAX_PASSES
+        return few_enough and all(abs(shares[name] - wanted[name]) <= allowed for name in passes)
+
+    passes = dict.fromkeys(often, 1)
+    next_one = [(Fraction(3, 2) / rate, name) for name, rate in sorted(often.items())]
+    heapq.heapify(next_one)
+    while max(passes.values()) <= MAX_PASSES:
+        if fit(passes):
+            seldom = min(often, key=lambda one: (often[one], one))
+            nearest = {n: max(1, round(passes[seldom] * rate / often[seldom])) for n, rate in often.items()}
+            longer = Fraction(length(nearest), length(passes))
+            return nearest if fit(nearest) and longer <= MOST_LONGER else passes
+        name = next_one[0][1]
+        passes[name] += 1
+        heapq.heapreplace(next_one, ((passes[name] + Fraction(1, 2)) / often[name], name))
     name = max(often, key=lambda one: (often[one], one))
     raise UserError(
         f"data set {name!r} is to be {float(wanted[name]):.2%} of the samples and has {samples[name]}: that takes more "
