@@ -116,6 +116,7 @@ def deaf(world: World, destination: str, source: str) -> None:
     """deaf A B: A hears nothing of B from now on, or, said again, does."""
     world.faults += 1
     world.network.deaf ^= {(source, destination)}
+    world.checker.calm_founding &= bool(world.checker.began)
 
 
 @verb
