@@ -57,17 +57,24 @@ def piece(braid: Braid, lo: int, hi: int) -> list[Braid]:
     lo, hi = max(lo, 0), min(hi, lanes * len(braid[0]))
     if lo >= hi:
         return []
+    return [_rows(braid[cut], first, last) for cut, first, last in cuts(lanes, lo, hi)]
+
+
+def cuts(lanes: int, lo: int, hi: int) -> list[tuple[slice, int, int]]:
+    """What samples `lo` to `hi` of so many lanes are, at least one: the rest of a row, whole rows, the beginning of
+    a row; of each, which lanes, its first row and the row behind its last.
+    """
     (first, skipped), (last, taken) = divmod(lo, lanes), divmod(hi, lanes)
     if first == last:
-        return [_rows(braid[skipped:taken], first, first + 1)]
+        return [(slice(skipped, taken), first, first + 1)]
     found = []
     if skipped:
-        found.append(_rows(braid[skipped:], first, first + 1))
+        found.append((slice(skipped, lanes), first, first + 1))
         first += 1
     if first < last:
-        found.append(_rows(braid, first, last))
+        found.append((slice(0, lanes), first, last))
     if taken:
-        found.append(_rows(braid[:taken], last, last + 1))
+        found.append((slice(0, taken), last, last + 1))
     return found
 
 

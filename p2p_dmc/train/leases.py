@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from p2p_dmc.core.braids import cuts
 from p2p_dmc.wire.trainer_messages import Lease, LeaseEnd
 
 Piece = tuple[int, int, int]  # shard, lo, hi: positions in the epoch's order of that shard
@@ -169,20 +170,8 @@ def _size(braid: PlainBraid) -> int:
 
 
 def _part(braid: PlainBraid, lo: int, hi: int) -> list[PlainBraid]:
-    """Samples ``lo`` to ``hi`` of it, at least one: the rest of a row, whole rows, the beginning of a row."""
-    lanes = len(braid)
-    (first, skipped), (last, taken) = divmod(lo, lanes), divmod(hi, lanes)
-    if first == last:
-        return [_rows(braid[skipped:taken], first, first + 1)]
-    found = []
-    if skipped:
-        found.append(_rows(braid[skipped:], first, first + 1))
-        first += 1
-    if first < last:
-        found.append(_rows(braid, first, last))
-    if taken:
-        found.append(_rows(braid[:taken], last, last + 1))
-    return found
+    """Samples ``lo`` to ``hi`` of it, at least one."""
+    return [_rows(braid[cut], first, last) for cut, first, last in cuts(len(braid), lo, hi)]
 
 
 def _rows(braid: PlainBraid, first: int, last: int) -> PlainBraid:
