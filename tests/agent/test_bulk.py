@@ -382,6 +382,7 @@ def test_what_was_for_a_client_that_is_gone_uses_up_no_limit() -> None:
 
         server.provide(BulkKind.SHARD, answer)
         address = f"tcp://127.0.0.1:{server.bind('127.0.0.1')}"
+        ends = server._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         client = BulkClient(context, 10_000)
         asked = asyncio.create_task(
             client.fetch(address, BulkKind.SHARD, digest=DIGEST, offset=0, size=1 << 20)
@@ -391,7 +392,8 @@ def test_what_was_for_a_client_that_is_gone_uses_up_no_limit() -> None:
         client.close()
         with pytest.raises(SourceSilentError):
             await asked
-        await asyncio.sleep(0.1)  # the connection's end arrives
+        assert await ends.poll(10_000), "the connection's end has not arrived"
+        server._router.disable_monitor()
         gone.set()
         while server._working:
             await asyncio.sleep(0.001)

@@ -17,15 +17,15 @@ from p2p_dmc.agent.run_data import RunData
 from p2p_dmc.agent.run_files import KnownPart, RunOptions, fingerprint, first_difference, parts_of, save_run
 from p2p_dmc.agent.view_opening import report_given_up
 from p2p_dmc.agent.work import decode_payload, from_bitmap
-from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.membership_messages import MAX_META_BYTES
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.mixture import MAX_PARTS, Mixture, Part
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import PeerMeta, decode_meta, encode_meta
-from p2p_dmc.wire.trainer_messages import InitialWritten, RunReady, TrainerRefused, WriteInitial
-from tests.agent.helpers import PARAMETERS, Around, surroundings
+from p2p_dmc.wire.trainer_messages import InitialWritten, TrainerRefused, WriteInitial
+from tests.agent.helpers import Around, surroundings
 from tests.agent.helpers import run_meta as some_meta
+from tests.agent.test_run_files import READY as PLAIN
 from tests.data.test_mixture import CODE, MIXED, WEB
 
 
@@ -54,15 +54,8 @@ class Here:
         then()
 
 
-READY = RunReady(
-    dataset=MIXED.digest,
-    seed=1,
-    epochs=3,
-    batch_size=8,
-    parameters=PARAMETERS,
-    tau_policy=TauPolicy(kind="fixed", tau0=4).to_bytes(),
-    outer="average",
-    parts=tuple((part.manifest.digest, part.passes) for part in MIXED.parts),
+READY = replace(
+    PLAIN, dataset=MIXED.digest, parts=tuple((part.manifest.digest, part.passes) for part in MIXED.parts)
 )
 
 

@@ -227,6 +227,16 @@ def test_who_meets_two_versions_at_once_fetches_what_they_share_once(
     run(work())
 
 
+def knowing(net: Any, tmp_path: Path, store: Store, *versions: Manifest) -> tuple[Any, Any]:
+    """A peer that holds these versions, and one that knows them and holds nothing."""
+    one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
+    for version in versions:
+        one.data.add(version)
+        two.store.add_manifest(version)
+        two.data.add(version)
+    return one, two
+
+
 def test_what_comes_for_another_version_while_it_waits_for_its_turn_is_not_fetched(
     tmp_path: Path, net_of: Any, seeded: tuple[Store, Manifest], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,13 +245,7 @@ def test_what_comes_for_another_version_while_it_waits_for_its_turn_is_not_fetch
 
     async def work() -> None:
         async with net_of() as net:
-            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
-            one.data.add(first)
-            one.data.add(second)
-            two.store.add_manifest(first)
-            two.store.add_manifest(second)
-            two.data.add(first)
-            two.data.add(second)
+            _, two = knowing(net, tmp_path, store, first, second)
             await net.until(lambda: two.data.reachable(second.digest))
             fetching = two.data._fetching
             fetching._admit = lambda: None  # type: ignore[method-assign]
@@ -268,13 +272,7 @@ def test_what_is_on_its_way_for_another_version_and_wanted_at_once_comes_once(
 
     async def work() -> None:
         async with net_of() as net:
-            one, two = net.join(1, store), net.join(2, empty(tmp_path, 2))
-            one.data.add(first)
-            one.data.add(second)
-            two.store.add_manifest(first)
-            two.store.add_manifest(second)
-            two.data.add(first)
-            two.data.add(second)
+            one, two = knowing(net, tmp_path, store, first, second)
             await net.until(lambda: two.data.reachable(first.digest) and two.data.reachable(second.digest))
             go_on, asked = asyncio.Event(), []
 
@@ -290,8 +288,9 @@ def test_what_is_on_its_way_for_another_version_and_wanted_at_once_comes_once(
             await net.until(lambda: len(asked) > 1)
             came: list[int] = []
             two.data.want(second.digest, 0, lambda: came.append(0))
-            await asyncio.sleep(0.05)
-            assert fetching._receipts[first.digest, 0].plan.urgent  # somebody waits for these bytes now
+            await net.until(
+                lambda: fetching._receipts[first.digest, 0].plan.urgent
+            )  # somebody waits for these bytes
             go_on.set()
             await net.until(lambda: bool(came))
             await net.until(lambda: (first.digest, 0) not in fetching and (second.digest, 0) not in fetching)

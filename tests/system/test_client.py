@@ -121,10 +121,11 @@ def test_a_large_reply_is_cut_into_pieces_that_fit_a_message(monkeypatch: pytest
 
 
 def test_what_takes_long_is_worked_out_while_the_agent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    went_on = threading.Event()
+    began, went_on = threading.Event(), threading.Event()
     facts = {"a": [{"b": list(range(2500)), "c": {}}, {}], "d": [], "é": None, "f": [[1, {"g": "h"}]] * 1001}
 
     def slowly() -> dict[str, Any]:
+        began.set()
         assert went_on.wait(20.0)
         return facts
 
@@ -134,14 +135,14 @@ def test_what_takes_long_is_worked_out_while_the_agent_goes_on(monkeypatch: pyte
         monkeypatch.setattr(answering, "_facts", lambda request, local: slowly)
         got: list[ClientReply] = []
         answering.handle(ClientRequest(command="placement", arguments=()), got.append, local=False)
-        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(began.wait, 20.0)
         assert not got
         went_on.set()
         while tasks:
             await asyncio.sleep(0.001)
         assert "".join(r.body for r in got) == json.dumps(facts)
 
-    asyncio.run(work())
+    asyncio.run(asyncio.wait_for(work(), 30.0))
 
 
 def test_an_unknown_command_and_one_that_only_this_machine_may_give() -> None:
