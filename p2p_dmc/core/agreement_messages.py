@@ -258,9 +258,9 @@ class Propose:
         return tuple(peer for peer in self.voters if peer not in stopped)
 
     def digest(self) -> bytes:
-        """Of everything that is the same each time the word is said."""
+        """Of all that a view depends on. Not of the version, which counts how often the sender has promised anything."""
         facts = (self.history, self.n, self.sender, self.sets, self.completed, self.base, self.known)
-        promises = (self.pending, self.seen, self.vote_floor, self.joined, self.version, self.replaced)
+        promises = (self.pending, self.seen, self.vote_floor, self.joined, self.replaced)
         hashed = hashlib.blake2b(repr((facts, promises)).encode(), digest_size=DIGEST_BYTES)
         hashed.update(self.payload)
         return hashed.digest()

@@ -40,12 +40,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from p2p_dmc.core.agreement_messages import Verdict
+from p2p_dmc.core.agreement_messages import MemberId, Promised, Propose, Verdict
 from tests.sim import calm
 from tests.sim.clone import clone
 from tests.sim.decisions import apply, written
@@ -53,6 +53,8 @@ from tests.sim.host import Host
 from tests.sim.moves import Moves, Place
 from tests.sim.scenario import step
 from tests.sim.world import Decision, World
+
+T = TypeVar("T")
 
 PEERS = ["a", "b", "c"]
 LAST_ROUND = 2
@@ -152,11 +154,11 @@ class Fate(NamedTuple):
 
 def facts(host: Host) -> Facts:
     core, view = host.core, host.view
-    reducing = host.reducing if host.round <= LAST_ROUND else None
+    reducing = host.reducing if host.held.depth < LAST_ROUND else None
     return Facts(
         up=core is not None,
         boot=host.boot,
-        enters=host.training and host.own() is None and host.round <= LAST_ROUND + 1,
+        enters=host.training and host.own() is None and host.held.depth <= LAST_ROUND,
         reduces=None if reducing is None else (reducing.view.view_id, reducing.round),
         members=frozenset([(m.peer_id, m.boot) for m in view.members]) if view is not None else frozenset(),
         adopts=core is not None and view is not None and not host.opened and core.view is view,
@@ -219,8 +221,9 @@ def begin(peers: list[str]) -> World:
     return world
 
 
-def tidier(checkpoints: bool) -> Callable[[World], None]:
-    """What follows on every step: nothing flies to the dead, and a first checkpoint is written where that is so."""
+def tidier(checkpoints: bool, victims: Collection[str]) -> Callable[[World], None]:
+    """What follows on every step: nothing flies to the dead, a first checkpoint is written where that is so, and what
+    makes no difference any more is forgotten."""
 
     def tidy(world: World) -> None:
         for link in [link for link in world.network.flying if world.hosts[link[1]].core is None]:
@@ -231,8 +234,49 @@ def tidier(checkpoints: bool) -> Callable[[World], None]:
                 continue
             if on_disk is None or on_disk.ref.lineage[0] < committed.ref.lineage[0]:
                 apply(world, ("checkpoint", name))
+        forget(world, {MemberId(peer_id=name, boot=1) for name in victims})
 
     return tidy
+
+
+def forget(world: World, mortal: Collection[MemberId]) -> None:
+    """What counts only when its sender crashes, of all that will not: their promises, and how many there were.
+
+    And when everybody was last heard, which only matters to who stands aside, for which there is no time here.
+    """
+    for host in world.hosts.values():
+        core = host.core
+        if core is None:
+            continue
+        core._heard_ms.clear()
+        for member in [member for member in core._book.promised if member not in mortal]:
+            del core._book.promised[member]
+        if host.member not in mortal and core.promise_version:
+            core.promise_version = 0
+            if core._word is not None:
+                core._word = replace(core._word, version=0)
+            attempt = core._attempt
+            if attempt is not None:
+                attempt.words[host.peer_id] = unnumbered(attempt.words[host.peer_id], mortal)
+                attempt.judged = tuple([unnumbered(word, mortal) for word in attempt.judged])
+    flying = world.network.flying
+    for link, queue in list(flying.items()):
+        said = [unnumbered(message, mortal) for message in queue if not _idle(message, mortal)]
+        if not said:
+            del flying[link]
+        elif said != queue:
+            flying[link] = said
+
+
+def _idle(message: Any, mortal: Collection[MemberId]) -> bool:
+    return isinstance(message, Promised) and message.sender not in mortal
+
+
+def unnumbered(message: T, mortal: Collection[MemberId]) -> T:
+    """The same message; a word of one that will not crash has no number."""
+    if isinstance(message, Propose) and message.version and message.sender not in mortal:
+        return replace(message, version=0)
+    return message
 
 
 def play(world: World, decision: Decision, tidy: Callable[[World], None]) -> None:
@@ -280,8 +324,10 @@ class Search:
     ) -> None:
         self.found = Found(variant)
         self.peers, self.victims = peers, victims
-        self.tidy = tidier(checkpoints)
-        self.moves = Moves(begin(peers), partial(play, tidy=self.tidy), self.tidy, PASS_MS, brief=brief)
+        self.tidy = tidier(checkpoints, victims)
+        first = begin(peers)
+        self.tidy(first)
+        self.moves = Moves(first, partial(play, tidy=self.tidy), self.tidy, PASS_MS, brief=brief)
         self.facts: list[Facts] = []
         self.first = self.moves.first
         self.seen = {_digest(self.first, Fate())}

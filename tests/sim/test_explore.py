@@ -29,8 +29,9 @@ def least(words: Sequence[Propose]) -> StateRef:
 
 def plainly(peers: list[str]) -> tuple[set[Any], set[Any], int]:
     """The same search in copied worlds: the values of its states and of its ends, and how many steps went wrong."""
-    values, tidy = Values(brief=True), exhaust.tidier(False)
+    values, tidy = Values(brief=True), exhaust.tidier(False, peers)
     first = exhaust.begin(peers)
+    tidy(first)
     waiting = [(first, exhaust.Fate(), 0)]
     states, ends, wrong = {(values.world(first), exhaust.Fate())}, set(), 0
     while waiting:
