@@ -258,7 +258,7 @@ class Propose:
         return tuple(peer for peer in self.voters if peer not in stopped)
 
     def digest(self) -> bytes:
-        """Of all that a view depends on. Not of the version, which counts how often the sender has promised anything."""
+        """Of all that a view depends on. Not of the version, which only counts promises."""
         facts = (self.history, self.n, self.sender, self.sets, self.completed, self.base, self.known)
         promises = (self.pending, self.seen, self.vote_floor, self.joined, self.replaced)
         hashed = hashlib.blake2b(repr((facts, promises)).encode(), digest_size=DIGEST_BYTES)

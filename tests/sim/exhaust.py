@@ -7,7 +7,8 @@ crashes (each peer is a variant of its own); the dead one starts again; a live p
 or the restarted one answer; a download of a start state ends. States that have been seen are not followed again.
 
 The bounds, which the result names:
-  rounds     nobody begins a round above the second; the third round's headers, which commit the second, are said
+  rounds     two rounds are trained in all, in however many views: nobody begins one from a state that has two in it;
+             the headers that follow, which commit the second, are said
   links      what waits on one link arrives together and in order; what was on its way to a peer that dies is lost
   headers    reach everybody that lives at once
   failures   a collective fails only in a view of which a member has died
@@ -21,7 +22,8 @@ No interleaving within these bounds is left out: there is no partial-order reduc
 ties by name). What makes it affordable is that a state is a few numbers and a step is computed once for all states in
 which it is the same (`moves.py`), which leaves the states as they are; and that what nobody will look at again does not
 tell two states apart (`clone.Values`, `brief`): headers and pre-votes of a view that a frozen peer has left, headers
-that came too early for a view that can no longer be installed, the memory of a peer that will restart from its disk.
+that came too early for a view that can no longer be installed, the memory of a peer that will restart from its disk;
+and what only a crash of its sender would make count, where that one will not crash (`forget`).
 What the checker remembers is part of a state, so that every invariant is checked after every step with every past that
 it depends on. A state is recognised by 96 bits of its digest; for ten million states the odds that two of them share
 one are below 1 : 10^14. What is found is played again from the beginning in an ordinary world, and told with its steps.
@@ -57,7 +59,7 @@ from tests.sim.world import Decision, World
 T = TypeVar("T")
 
 PEERS = ["a", "b", "c"]
-LAST_ROUND = 2
+MOST_ROUNDS = 2
 PASSES = 1
 PASS_MS = 6_000
 SETTLE_EVERY = 500
@@ -99,7 +101,7 @@ class Result:
             "ends": sum(part.ends for part in self.parts),
             "settled": sum(part.settled for part in self.parts),
             "bounds": {
-                "last_round": LAST_ROUND,
+                "rounds": MOST_ROUNDS,
                 "passes": PASSES,
                 "links": "in order, together",
                 "failures": "in views of which a member has died",
@@ -154,11 +156,11 @@ class Fate(NamedTuple):
 
 def facts(host: Host) -> Facts:
     core, view = host.core, host.view
-    reducing = host.reducing if host.held.depth < LAST_ROUND else None
+    reducing = host.reducing if host.held.depth < MOST_ROUNDS else None
     return Facts(
         up=core is not None,
         boot=host.boot,
-        enters=host.training and host.own() is None and host.held.depth <= LAST_ROUND,
+        enters=host.training and host.own() is None and host.held.depth <= MOST_ROUNDS,
         reduces=None if reducing is None else (reducing.view.view_id, reducing.round),
         members=frozenset([(m.peer_id, m.boot) for m in view.members]) if view is not None else frozenset(),
         adopts=core is not None and view is not None and not host.opened and core.view is view,
@@ -221,9 +223,9 @@ def begin(peers: list[str]) -> World:
     return world
 
 
-def tidier(checkpoints: bool, victims: Collection[str]) -> Callable[[World], None]:
+def tidier(checkpoints: bool, victims: Collection[str] | None) -> Callable[[World], None]:
     """What follows on every step: nothing flies to the dead, a first checkpoint is written where that is so, and what
-    makes no difference any more is forgotten."""
+    makes no difference where only the `victims` crash is forgotten (None: nothing is)."""
 
     def tidy(world: World) -> None:
         for link in [link for link in world.network.flying if world.hosts[link[1]].core is None]:
@@ -234,7 +236,8 @@ def tidier(checkpoints: bool, victims: Collection[str]) -> Callable[[World], Non
                 continue
             if on_disk is None or on_disk.ref.lineage[0] < committed.ref.lineage[0]:
                 apply(world, ("checkpoint", name))
-        forget(world, {MemberId(peer_id=name, boot=1) for name in victims})
+        if victims is not None:
+            forget(world, {MemberId(peer_id=name, boot=1) for name in victims})
 
     return tidy
 
@@ -324,7 +327,7 @@ class Search:
     ) -> None:
         self.found = Found(variant)
         self.peers, self.victims = peers, victims
-        self.tidy = tidier(checkpoints, victims)
+        self.tidy = tidier(checkpoints, victims if brief else None)
         first = begin(peers)
         self.tidy(first)
         self.moves = Moves(first, partial(play, tidy=self.tidy), self.tidy, PASS_MS, brief=brief)

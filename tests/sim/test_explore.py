@@ -18,6 +18,7 @@ from p2p_dmc.core.quorum import Quorum
 from tests.sim import exhaust, explore, partitions, promise_age
 from tests.sim.clone import Values, clone
 from tests.sim.decisions import apply
+from tests.sim.moves import Place
 
 FOLDER = Path(__file__).parent
 
@@ -63,7 +64,7 @@ def plainly(peers: list[str]) -> tuple[set[Any], set[Any], int]:
 class TestExhaustive:
     @pytest.fixture(autouse=True)
     def one_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(exhaust, "LAST_ROUND", 1)
+        monkeypatch.setattr(exhaust, "MOST_ROUNDS", 1)
 
     def test_two_peers_and_a_round_in_every_order(self) -> None:
         """Steps that are looked up lead to the states that copied worlds come to, and to no others."""
@@ -74,15 +75,17 @@ class TestExhaustive:
 
     def test_what_nobody_looks_at_again_makes_no_difference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without it there are as many kinds of ends; with it, more states."""
-        kinds = []
+        kinds, values, tidy = [], Values(brief=True), exhaust.tidier(False, ["a", "b"])
         for brief in (True, False):
             search = exhaust.Search("two", ["a", "b"], ["a", "b"], checkpoints=False, brief=brief)
-            ends, values = set(), Values(brief=True)
-            monkeypatch.setattr(
-                search,
-                "_end",
-                lambda place, number: ends.add(values.world(search.moves.world(place))),  # noqa: B023
-            )
+            ends = set()
+
+            def end(place: Place, number: int) -> None:
+                world = search.moves.world(place)  # noqa: B023
+                tidy(world)
+                ends.add(values.world(world))  # noqa: B023
+
+            monkeypatch.setattr(search, "_end", end)
             found = search.run(0.0)
             assert found.complete and found.violations == []
             kinds.append((ends, found.states))
