@@ -129,6 +129,7 @@ class MemberDesk:
     def _withdrawn(self, sender: str, message: messages.Withdrawn) -> None:
         if message.stopped.member.peer_id != sender:
             raise RemoteProtocolError("a peer withdraws for itself")
+        self._run.end.roll.withdrawn(sender)
         self._run.desk.learn_strikes(decode_strikes(message.strikes))
         self._run.event("trainer_lost", peer_id=sender, reason=message.reason[:200])
         training, member = self._run.training, message.stopped.member

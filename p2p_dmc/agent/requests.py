@@ -116,7 +116,7 @@ class Requests:
             "history": view.history.hex() if view is not None else None,
             "lineage": list(held.ref.lineage) if held is not None else None,
             "digest": held.anchor_digest.hex() if held is not None else None,
-            "committed": list(run.agreement.committed_lineage) if run.agreement is not None else None,
+            "committed": list(run.committed_lineage) if run.committed_lineage is not None else None,
             "round": held.ref.lineage[1] if held is not None else None,
             "tau": held.tau.tau if held is not None else None,
             "loss": self._agent.jobs.last_round.get(name, {}).get("loss"),

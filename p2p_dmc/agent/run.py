@@ -29,6 +29,7 @@ from p2p_dmc.agent.work import InFlight, ProposalPayload, bitmap, encode_payload
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     AgreementSettings,
+    Lineage,
     MemberId,
     Promises,
     Ready,
@@ -40,6 +41,7 @@ from p2p_dmc.core.agreement_messages import (
 )
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.core.quorum import Quorum
+from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire import messages
 from p2p_dmc.wire import trainer_messages as local
 
@@ -69,6 +71,8 @@ class Run:
         self.entrance = Entrance(options.min_peers, settings.found_still_ms, settings.join_retry_ms)
         self.rivals, self.aside = Rivals(self), Aside(self)
         self.agreement: Agreement | None = None
+        self._silent: Agreement | None = None
+        """`agreement` once this peer stops: from then on it neither says nor hears anything of it."""
         self.desk = TrainerDesk(self)
         self.members = MemberDesk(self)
         self.views = Views(self)
@@ -126,10 +130,20 @@ class Run:
             return False
         return True
 
-    def save_closed(self) -> None:
-        """A peer whose newest record is closed keeps its vote at the next start."""
-        if self.agreement is not None:
-            self._save(self.agreement.promises, closed=True)
+    def fall_silent(self) -> None:
+        """This peer stops: until its next start nothing of agreement is said, heard or installed here."""
+        self._silent, self.agreement = self.agreement, None
+        if self.rounds is not None:
+            self.rounds.frozen = True
+
+    def said_beyond(self, view_epoch: int) -> bool:
+        """Whether this peer has said a set for a view after this one, which somebody may have installed."""
+        return any(view.view_epoch > view_epoch for view in self._promises.pending)
+
+    def save_closed(self) -> bool:
+        """All have stopped, this peer too: it keeps its vote at the next start. False when the disk refuses."""
+        reach("all-stopped")
+        return self._save(self._promises, closed=True)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
 
@@ -165,6 +179,8 @@ class Run:
         self.views.new_trainer()
         self.parked = True
         held = self.keeper.current
+        if self._silent is not None:
+            return  # it is told to end as soon as the state is on disk
         if self.agreement is None and held is not None:
             self.agreement = Agreement(
                 me=self.me,
@@ -187,10 +203,8 @@ class Run:
         if self.agreement is None:
             return
         stopped = self.agreement.withdraw()
-        keeps_votes = (
-            self._closed and not self.end.agreed
-        )  # at its next start, if it has said nothing since the last
-        if not keeps_votes or self._save(self.agreement.promises, closed=False):
+        # a closed record keeps its votes at its next start, if it has said nothing since the last
+        if not self._closed or self._save(self.agreement.promises, closed=False):
             self.members.tell_withdrawal(stopped, reason)
         self.views.forget()
         self.services.meta_changed()
@@ -305,8 +319,9 @@ class Run:
         """Write a committed state; on disk the base moves together with it."""
         keep = self.services.settings.checkpoints_kept
         written = await self.keeper.checkpoint(held, self.history, closed=closed, keep=keep)
-        if written and self.agreement is not None:
-            self.act(self.agreement.checkpointed(held.ref.lineage, now_ms()))
+        agreement = self.agreement or self._silent
+        if written and agreement is not None:
+            self.act(agreement.checkpointed(held.ref.lineage, now_ms()))
         return written
 
     def barrier_change(self) -> None:
@@ -372,6 +387,12 @@ class Run:
             self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
         if verdict is not Verdict.REACHABLE:
             self.members.hear_put_off(at_once=True)
+
+    @property
+    def committed_lineage(self) -> Lineage | None:
+        """The newest round that is known to be committed; None before this run has begun to listen."""
+        agreement = self.agreement or self._silent
+        return agreement.committed_lineage if agreement is not None else None
 
     @property
     def history(self) -> bytes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.entering import others
+from p2p_dmc.agent.roll_call import RollCall
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -24,6 +25,8 @@ LAST_ROUND_S = 5.0
 
 LINGER_S = 2.0
 """A peer whose run is over answers the others' last headers for this long, and after a request for its state, too."""
+LOOK_S = 0.1
+"""While it waits for others that stop, too, it looks so often whether that is over."""
 MOST_LINGER_S = 300.0
 """Whoever downloads the final state in that time has it: a peer that was still catching up when the run ended."""
 
@@ -38,6 +41,7 @@ class RunEnd:
         self.over_s = 0.0
         self.stop_asked = False
         self.done = asyncio.Event()
+        self.roll = RollCall(run)
         self._closing = False
         self.leaving = False
         """This peer says no header any more: it would draw the others into a reduction that it breaks."""
@@ -66,33 +70,53 @@ class RunEnd:
         """All members' headers agree on the held state: it is committed, and the run ends or pauses with it."""
         training = self._run.training
         if training is not None and not self._closing:
-            self._closing = True
             training.frozen = True
-            self._run.spawn(self._close(training.held, finished))
+            if finished:
+                self._closing = True
+                self._run.spawn(self._close(training.held))
+            else:
+                self._begin_stop(training.held)
 
-    async def _close(self, held: Held, finished: bool) -> None:
+    def _begin_stop(self, held: Held) -> None:
+        """All are to stop at this state: from here on nothing can become of this peer's view but that it is over."""
+        self._closing = True
+        self.roll.begin()
+        self._run.fall_silent()
+        self._run.spawn(self._stop(held))
+
+    async def _close(self, held: Held) -> None:
         run = self._run
-        written = await run.checkpoint(held, closed=not finished)
+        await run.checkpoint(held)
         path = ""
-        if finished:
-            try:
-                path = str(await run.keeper.write_final(held))
-            except OSError as error:
-                run.services.say(
-                    f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters"
-                )
-            self.tell_trainer(held, path)
-        else:
-            if (
-                written
-            ):  # without the state on disk this peer has no memory of it, and no vote, at the next start
-                run.save_closed()
-            run.to_trainer(local.TrainerStop(reason="the run was stopped"))
+        try:
+            path = str(await run.keeper.write_final(held))
+        except OSError as error:
+            run.services.say(
+                f"{run.folder / 'final'}: {error.strerror}; the checkpoint has the same parameters"
+            )
+        self.tell_trainer(held, path)
+        self._tell_all(held)
+        self.over("finished", path)
+
+    async def _stop(self, held: Held) -> None:
+        """The state goes to disk; then the others are told, and this peer waits until all have said the same."""
+        run = self._run
+        written = await run.checkpoint(held, closed=True)
+        refused = self.outcome  # it left meanwhile, or its disk took no promise
+        reach("stopped")
+        self.roll.stopped(held.ref, on_disk=written and not refused)
+        run.to_trainer(local.TrainerStop(reason="the run was stopped"))
+        self._tell_all()
+        self.over("stopped", "")
+        self.roll.look()
+        await self.roll.attend()
+
+    def _tell_all(self, final: Held | None = None) -> None:
+        run = self._run
         peers = {peer.peer_id for peer in others(run.services, run.name)}  # some may stand aside
         peers |= {member.peer_id for member in run.view.members} if run.view is not None else set()
         for peer_id in sorted(peers - {run.me.peer_id}):
-            self.tell(peer_id, held, finished)
-        self.over("finished" if finished else "stopped", path)
+            self.tell(peer_id, final)
 
     async def save_before_leaving(self) -> None:
         """This peer leaves: what is committed by now is on disk, so that its next start goes on from there."""
@@ -121,7 +145,11 @@ class RunEnd:
 
     def linger_s(self, now_s: float) -> float:
         """How much longer this peer stays for the others' sake, in seconds; ``now_s`` is monotonic."""
-        last_s = max(self.over_s, self._run.keeper.last_request_s)
+        if self.roll.attending:
+            return LOOK_S
+        if self.outcome == "stopped" and self.leaving:
+            return 0.0
+        last_s = max(self.over_s, self._run.keeper.last_request_s, self.roll.last_word_s)
         return min(last_s + LINGER_S, self.over_s + MOST_LINGER_S) - now_s
 
     def tell_trainer(self, held: Held, final_path: str) -> None:
@@ -130,35 +158,39 @@ class RunEnd:
             local.RunFinished(slot_path=str(held.slot), digest=held.anchor_digest, final_path=final_path)
         )
 
-    def tell(self, peer_id: str, held: Held | None = None, finished: bool | None = None) -> None:
-        """Say to a member, or to somebody who asks to join, how the run ended."""
-        held = held or self._run.keeper.current
-        if held is not None:
+    def tell(self, peer_id: str, final: Held | None = None) -> None:
+        """Say to a member, or to somebody who asks to join, how the run ended; ``final``: it is finished with that."""
+        held = final or self._run.keeper.current
+        if not self.roll.tell(peer_id) and held is not None:
             closed = messages.RunClosed(
                 lineage=held.ref.lineage,
                 digest=held.ref.digest,
-                finished=self.outcome == "finished" if finished is None else finished,
+                finished=final is not None or self.outcome == "finished",
+                view_id=b"",
+                answer=False,
             )
             self._run.to_member(peer_id, closed)
 
     def closed_elsewhere(self, sender: str, closed: messages.RunClosed) -> None:
         """Another peer ended the run at this state; RemoteProtocolError when it can be none."""
-        run = self._run
-        if self.outcome or self._closing or run.keeper.slots is None:
-            return
-        held = run.keeper.current
+        run, held = self._run, self._run.keeper.current
         try:
             ref = StateRef(lineage=closed.lineage, digest=closed.digest)
         except ValueError as error:
             raise RemoteProtocolError(f"a run closed at no state: {error}") from None
-        if held is not None and held.ref.lineage > closed.lineage:
+        if not closed.finished:
+            self.roll.note(sender, closed)
+        if self.outcome or self._closing or run.keeper.slots is None:
             return
-        if not closed.finished and (held is None or held.ref != ref):
-            return  # stopping is agreed at a barrier; whoever was not there resumes with the others
-        self._closing = True
-        run.spawn(self._adopt_end(sender, ref, closed.finished))
+        if closed.finished:
+            if held is None or held.ref.lineage <= closed.lineage:
+                self._closing = True
+                run.spawn(self._adopt_end(sender, ref))
+        elif held is not None and held.ref == ref and run.view is not None and run.agreement is not None:
+            self._begin_stop(held)
+        # else it was not at the barrier, or has just been started again: it resumes with the others
 
-    async def _adopt_end(self, sender: str, ref: StateRef, finished: bool) -> None:
+    async def _adopt_end(self, sender: str, ref: StateRef) -> None:
         run = self._run
         record = run.services.record(sender)
         addresses = [record.bulk_address] if record else []
@@ -168,7 +200,7 @@ class RunEnd:
             run.event("adoption_failed", reason=str(error))
             self._closing = False
             return
-        await self._close(run.keeper.make_current(ref), finished)
+        await self._close(run.keeper.make_current(ref))
 
     def over(self, outcome: str, detail: str) -> None:
         """The run is over here."""

@@ -24,10 +24,10 @@ def waiting(run: Run) -> str:
     if run.end.outcome or run.agreement is None or not run.desk.up:
         return ""
     reason = run.waiting if run.rounds is None else run.agreement.waiting_for() or ""
-    return PEER_ID.sub(lambda found: _name(run, found[0]), reason)
+    return PEER_ID.sub(lambda found: called(run, found[0]), reason)
 
 
-def _name(run: Run, peer_id: str) -> str:
+def called(run: Run, peer_id: str) -> str:
     record = run.services.record(peer_id)
     name = record.name if record is not None else load_names(run.folder).get(peer_id)
     return f"{name} ({peer_id[:8]})" if name else peer_id[:8]

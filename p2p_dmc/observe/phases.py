@@ -40,6 +40,8 @@ AGENT_PHASES = {
     "checkpointed": "it has its name; the promises on disk do not know",
     "leaving": "this peer leaves and says no header any more; the round whose header it has said is not over",
     "put-off": "the farewell of another peer waits here for the end of a reduction",
+    "stopped": "the state at which the run is stopped is on disk; this peer has told nobody",
+    "all-stopped": "all voters were heard to have stopped; this peer's record does not say that it keeps its vote",
     "aside": "this peer stands aside; it has not said so",
 }
 """Reached by agents."""

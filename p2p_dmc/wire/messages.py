@@ -228,11 +228,16 @@ class StopAsked:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClosed:
-    """The run was stopped by agreement at this state (said to members that were not at the last barrier)."""
+    """The run ended at the sender, at this state. Who was not at the last barrier learns it from this."""
 
     lineage: tuple[int, int]
     digest: bytes
     finished: bool
+    view_id: bytes
+    """Of a stop: the view whose voter the sender was. The state is on its disk, and it says and hears no word of
+    agreement any more, nor has it ever said one beyond this view. Else b""."""
+    answer: bool
+    """The sender has not heard that the receiver has stopped."""
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

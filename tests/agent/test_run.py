@@ -16,7 +16,7 @@ from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, RunRecord, load_record, save_record
-from p2p_dmc.agent.state import Held, SlotPool
+from p2p_dmc.agent.state import SlotPool
 from p2p_dmc.agent.trainer_desk import MAX_BYTES
 from p2p_dmc.agent.training import Training
 from p2p_dmc.agent.view_opening import out_of_date
@@ -213,20 +213,6 @@ def test_deaths_of_its_own_trainer_fit_a_proposal_too(
     assert len(run.desk.strikes) <= 64 and len(encode_strikes(run.desk.strikes)) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_only_a_peer_with_the_closing_state_on_disk_keeps_its_vote(tmp_path: Path, on_disk: bool) -> None:
-    run = run_of(surroundings(tmp_path))
-    run.agreement = cast(Agreement, SimpleNamespace(promises=Promises(n=3)))
-
-    async def checkpoint(*_: object, **__: object) -> bool:
-        return on_disk
-
-    run.checkpoint = checkpoint  # type: ignore[method-assign]
-    asyncio.run(run.end._close(cast(Held, None), finished=False))
-    record = load_record(run.folder)
-    assert run.end.outcome == "stopped" and (record is not None and record.closed) is on_disk
-
-
 def test_a_trainer_that_was_started_again_at_the_end_hears_that_the_run_is_finished(tmp_path: Path) -> None:
     around = surroundings(tmp_path)
     run = run_of(around)
@@ -263,7 +249,7 @@ def test_a_run_that_was_closed_at_no_state_is_the_senders_fault(tmp_path: Path) 
     run.keeper.slots = SlotPool(around.services.memory, NUMEL)
     for lineage, digest in (((-1, 0), b"d" * 16), ((1, 1 << 63), b"d" * 16), ((1, 2), b"d")):
         with pytest.raises(RemoteProtocolError):
-            run.end.closed_elsewhere(peer(2), RunClosed(lineage=lineage, digest=digest, finished=True))
+            run.end.closed_elsewhere(peer(2), plain(RunClosed, lineage=lineage, digest=digest, finished=True))
 
 
 def test_a_script_that_is_run_again_is_another_member(tmp_path: Path) -> None:
@@ -487,8 +473,11 @@ def test_whoever_resumes_a_closed_run_and_leaves_it_has_given_its_votes_up(tmp_p
 
 
 def test_a_run_that_was_closed_stays_so(tmp_path: Path) -> None:
-    run = in_a_view_of_two(surroundings(tmp_path))
-    run._closed = True
-    run.end.outcome = "stopped"
+    """Nobody is told that this peer withdraws, either: its votes would count as given up, and it keeps them."""
+    around = surroundings(tmp_path)
+    run = in_a_view_of_two(around)
+    run.fall_silent()
+    assert run.save_closed()
     run.withdraw("the agent stops")
-    assert load_record(run.folder) is None
+    record = load_record(run.folder)
+    assert record is not None and record.closed and around.sent == []

@@ -45,6 +45,8 @@ def turn(world: World) -> None:
     number = world.now // TURN_MS
     deliver_all(world)
     for host in list(world.hosts.values()):
+        if host.up and host.outcome == "stopped":
+            stopped(world, host, number)
         if not host.up or host.outcome:
             continue
         if number % 8 == 0:
@@ -54,6 +56,15 @@ def turn(world: World) -> None:
             world.stand_aside(host)
         if host.up and host.trainer is not None:
             shell(world, host, number)
+
+
+def stopped(world: World, host: Host, number: int) -> None:
+    """It says so again to those that it has not heard, and ends in a while if nobody is left who may yet say it."""
+    if number % 10 == 0:
+        for peer in host.unheard:
+            world.tell_closed(host, peer)
+    if number % 80 == 0 and not any(world.network.both_ways(host.peer_id, peer) for peer in host.unheard):
+        world.end(host)
 
 
 def shell(world: World, host: Host, number: int) -> None:
@@ -209,6 +220,8 @@ def settle(world: World) -> None:
         if world.over():
             return
         for host in living:
+            if host.outcome == "stopped" and world.now // TURN_MS % 400 == 0:
+                world.end(host)  # for whom it waits goes on
             if host.core is None:  # stopped by agreement just now
                 _start_again(world, host)
         rounds = [_settled_rounds(host, living) for host in living]
@@ -230,6 +243,7 @@ def mend(world: World) -> None:
     for host in list(world.hosts.values()):
         host.asleep, host.armed, host.stop_asked = False, None, False
         host.holdings = set(range(host.shards))
+        world.end(host)
         if host.core is None and host.boot:
             _start_again(world, host)
         if host.up:

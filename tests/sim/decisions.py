@@ -295,6 +295,21 @@ def stop(world: World, name: str) -> None:
             other.stop_asked = True
 
 
+@verb
+def tell(world: World, name: str) -> None:
+    """tell A: it has stopped with the run, and says so again to those that it has not heard."""
+    if (host := _host(world, name)) is not None:
+        for peer in host.unheard:
+            world.tell_closed(host, peer)
+
+
+@verb
+def end(world: World, name: str) -> None:
+    """end A: its process, which has stopped with the run, ends."""
+    if (host := world.hosts.get(name)) is not None:
+        world.end(host)
+
+
 # -- data ------------------------------------------------------------------------------------------
 
 

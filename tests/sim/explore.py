@@ -20,9 +20,10 @@ With --json the last line is one JSON object:
   schedules   runs: random lives, and ends of the exhaustive part (states from which no step is left)
   events      events in them
   violations  list of {"part", "seed", "what"}; empty when all is well
-  random      {"schedules", "short", "events", "faults", "rounds", "commits", "views", "anew", "settled", "first_seed",
-               "seconds"}
-              "anew": assignments of the rest of an epoch while a view stood
+  random      {"schedules", "short", "events", "faults", "rounds", "commits", "views", "anew", "settled", "stops",
+               "kept", "resumed", "first_seed", "seconds"}
+              "anew": assignments of the rest of an epoch while a view stood; "stops": so often a peer stopped with the
+              run, "kept": and heard that all voters had, "resumed": and started again with its vote
   exhaustive  {"states", "events", "ends", "settled", "bounds", "variants", "complete", "seconds"}: states are distinct
               ones; of each variant "complete" or the "depth" that was followed; the bounds are in tests/sim/exhaust.py
 """
@@ -53,7 +54,10 @@ BLOCK = 250
 """Lives that a process lives before it reports."""
 SETTLED = 20
 """Every so manieth life ends with everything mended."""
-COUNTS = ("schedules", "short", "events", "faults", "rounds", "commits", "views", "anew", "settled")
+COUNTS = (
+    *("schedules", "short", "events", "faults", "rounds", "commits", "views", "anew", "settled"),
+    *("stops", "kept", "resumed"),
+)
 
 
 class Totals:
@@ -103,6 +107,7 @@ def lives(first: int, count: int, events: int) -> tuple[Counter[str], list[dict[
         counts["schedules" if world.events >= events or run.failure is not None else "short"] += 1
         counts.update(events=world.events, faults=world.faults, settled=seed % SETTLED == 0)
         counts.update(rounds=checker.rounds, commits=checker.commits, views=checker.installs)
+        counts.update(stops=world.stops, kept=world.kept, resumed=world.resumed)
         counts.update(anew=sum(part > 0 for _, _, part in checker.assignments))
         if run.failure is not None:
             what = str(run.failure)[:500] or repr(run.failure)

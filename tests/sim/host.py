@@ -36,6 +36,7 @@ from p2p_dmc.wire.trainer_messages import Local
 from tests.sim.collective import Collective
 from tests.sim.invariants import require
 from tests.sim.model import Model, Pieces, after_round, anchor_after
+from tests.sim.network import Closed
 
 NOTHING = Hand(0, 0, ())
 KEPT_ROUNDS = 4
@@ -182,6 +183,12 @@ class Host:
         self.in_ledger: set[tuple[str, int, int]] = set()
         self.deaths = 0
         self.stop_asked = False
+        self.word: Closed | None = None
+        """What it says once it has stopped with the run; its process stays for a while."""
+        self.roll: tuple[str, ...] = ()
+        """The other voters of the view in which it has stopped."""
+        self.closings: dict[str, Closed] = {}
+        """What each other one said last of having stopped."""
         self.completing = False
         """The core is told of a round: a view that this brings about opens afterwards."""
         self.armed: int | None = None
@@ -237,6 +244,16 @@ class Host:
     def learning(self) -> bool:
         view = self.view
         return view is not None and self.member not in view.voters
+
+    @property
+    def unheard(self) -> tuple[str, ...]:
+        """The voters that it has not heard to have stopped in its view at its state."""
+        word = self.word
+        if word is None:
+            return self.roll
+        at = word.ref, word.view_id
+        said = {peer: (closed.ref, closed.view_id) for peer, closed in self.closings.items()}
+        return tuple(peer for peer in self.roll if not word.view_id or said.get(peer) != at)
 
     # -- what a proposal says --------------------------------------------------------------------
 

@@ -153,11 +153,6 @@ class Watched(World):
             raise Wide
         return super()._flow(collective)
 
-    def _close(self, host: Host, lost: tuple[str, ...] = ()) -> None:
-        if self.alone:
-            raise Wide
-        super()._close(host, lost)
-
     # -- steps of one host ---------------------------------------------------------------------------
 
     def part(self, kind: str, host: Host, other: Host, what: Any) -> None:

@@ -131,6 +131,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "record": _method(AgreementMachine, "__init__", _no_record),
     "part": lambda: mock.patch.object(work, "of_now", _claims_of_any_part),
     "same_claims": lambda: mock.patch.object(host, "gave_up_claims", _claims_alone),
+    "roll_call": lambda: mock.patch.object(host.Host, "unheard", ()),
     "fresh": _method(AgreementMachine, "__init__", _not_fresh),
 }
 

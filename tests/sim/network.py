@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from p2p_dmc.agent.work import Strike
-from p2p_dmc.core.agreement_messages import AgreementMessage, Stopped
+from p2p_dmc.core.agreement_messages import AgreementMessage, StateRef, Stopped
 
 
 class Farewell:
@@ -18,7 +19,18 @@ class Farewell:
         self.stopped, self.strikes = stopped, strikes
 
 
-Message: TypeAlias = AgreementMessage | Farewell
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A host's word that it has stopped with the run (`p2p_dmc/wire/messages.py`, RunClosed)."""
+
+    ref: StateRef
+    view_id: bytes
+    """Of the view in which it has stopped; b"" if it has said a set beyond that, or had no vote in it."""
+    answer: bool
+    """The sender has not heard that the receiver has stopped."""
+
+
+Message: TypeAlias = AgreementMessage | Farewell | Closed
 
 MOST_IN_FLIGHT = 64
 """On one link; when more are sent the oldest are lost."""

@@ -21,7 +21,7 @@ from tests.sim.host import Host, Trainer
 from tests.sim.invariants import Checker, require
 from tests.sim.membership import Detector
 from tests.sim.model import Model, initial
-from tests.sim.network import Farewell, Network
+from tests.sim.network import Closed, Farewell, Network
 
 COUNTS = (11, 7, 9)
 """Samples of each shard: small, so that epochs end."""
@@ -58,6 +58,12 @@ class Stage:
         self.now = 0
         self.events = 0
         self.faults = 0
+        self.stops = 0
+        """So often a host has stopped with the run."""
+        self.kept = 0
+        """... and heard that all voters of its view had, so that it kept its vote."""
+        self.resumed = 0
+        """... and started again with its vote."""
         self.network = Network()
         self.detector = Detector(self.network, self._judge, exact=exact)
         self.checker = Checker(one_history=quorum is not Quorum.ANY)
@@ -108,13 +114,24 @@ class Stage:
 
     def restart(self, host: Host, *, memory: bool = False) -> None:
         """The agent starts again, and its trainer; `memory`: what it held is still in shared memory."""
+        if host.outcome == "stopped":
+            self.end(host)
         if host.core is not None or host.outcome == "finished" or not host.boot:
             return
-        if not host.closed:  # else it is the member that closed the run, and keeps its vote
+        if host.closed:  # it is the member that stopped with the run, and keeps its vote
+            self.resumed += 1
+        else:
             host.boot += 1
         host.outcome, host.asleep = "", False
         self.start(host, (host.memory if memory else None) or host.checkpoint or host.first)
         self.say(host, f"starts from {host.held.ref.lineage}")
+
+    def end(self, host: Host) -> None:
+        """A process that has stopped with the run ends."""
+        if host.core is not None and host.outcome == "stopped":
+            host.last_version = host.boot, host.core.promise_version
+            host.reset()
+            host.outcome = "stopped"
 
     def rejoin(self, host: Host) -> None:
         """Its agent has started another trainer."""
@@ -163,7 +180,7 @@ class Stage:
         """What its shell makes of it: to disk, then said, then acted on."""
         core = host.core
         assert core is not None
-        if host.outcome == "finished":
+        if host.outcome:
             return Ready(accepted=False)
         self.events += 1
         host.reachable = self._reachable_shards(host)
@@ -211,10 +228,15 @@ class Stage:
         core, linked = host.core, self.network.linked(source, destination)
         if message is None or core is None or not linked:
             return
+        if isinstance(message, Closed):
+            self._hear_closed(host, source, message)
+            return
         if host.outcome:
             asking = self.hosts[source]
             if host.outcome == "finished" and asking.up and self.network.linked(destination, source):
                 self.finished(asking, host.held)  # it has not heard yet
+            elif host.outcome == "stopped" and not isinstance(message, Farewell):
+                self.tell_closed(host, source)
             return
         if isinstance(message, Farewell):
             host.learn_strikes(message.strikes)
@@ -236,6 +258,14 @@ class Stage:
 
     def finished(self, host: Host, model: Model) -> None:
         """The run ended with that state."""
+        raise NotImplementedError
+
+    def tell_closed(self, host: Host, peer: str) -> None:
+        """It has stopped, and says so."""
+        raise NotImplementedError
+
+    def _hear_closed(self, host: Host, sender: str, closed: Closed) -> None:
+        """Another one has stopped."""
         raise NotImplementedError
 
     def _installed(self, host: Host, view: View) -> None:

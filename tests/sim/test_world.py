@@ -17,6 +17,7 @@ from tests.sim.model import Model
 from tests.sim.mutants import mutant
 from tests.sim.scenario import step
 from tests.sim.schedule import Run, explore, replay, setting_of, shrink, story
+from tests.sim.weather import Weather
 from tests.sim.world import World
 
 
@@ -72,6 +73,17 @@ class TestLives:
         assert any(host.held.ledger.epoch for host in hosts) and any(
             host.outcome == "finished" for host in hosts
         )
+
+    def test_runs_are_stopped_in_them_and_some_peers_hear_that_all_did(self) -> None:
+        climates = [
+            (seed, Weather(setting_of(seed).world(), random.Random(f"{seed} weather"))) for seed in range(90)
+        ]
+        runs = [well(explore(seed, settle=False)) for seed, weather in climates if weather.stops]
+        stops, kept, resumed = (
+            sum(getattr(run.world, name) for run in runs) for name in ("stops", "kept", "resumed")
+        )
+        assert stops - 5 > kept > 10 and resumed > 10
+        assert {decision[0] for run in runs for decision in run.decisions} >= {"stop", "tell", "end"}
 
 
 class TestReproduction:

@@ -56,7 +56,10 @@ class Weather:
             (self._data, rate(1.0)),
             (lambda: self._one("bad"), rate(0.1)),
             (lambda: self._one("leave"), rate(0.15)),
-            (self._stop, self.stops * 0.3),
+            (self._stop, self.stops),
+            (lambda: self._if("tell", lambda h: bool(h.unheard)), 4.0 * self.stops),
+            (lambda: self._if("end", lambda h: h.outcome == "stopped"), self.stops),
+            (self._unheard, 6.0 * self.stops),
             (self._wipe, 0.3 if self.wipes else 0.0),
             (lambda: ("jump", self._name(), rng.randrange(-(10**7), 10**7)), 0.1),
             (self._evict, rng.choice([0.3, 3.0]) if self.evicts else 0.0),
@@ -161,6 +164,8 @@ class Weather:
 
     def _restart(self) -> Decision | None:
         dead = [h.peer_id for h in self.world.hosts.values() if h.core is None and h.boot]
+        if self.rng.random() < 0.1 * self.stops:  # whoever has stopped may be started again at once
+            dead += [h.peer_id for h in self.world.hosts.values() if h.up and h.outcome == "stopped"]
         if not dead:
             return None
         return "restart", self.rng.choice(dead), self.rng.choice(["dark", "dark", "memory"])
@@ -178,6 +183,25 @@ class Weather:
 
     def _stop(self) -> Decision:
         return "stop", self._name()
+
+    def _unheard(self) -> Decision | None:
+        """One has stopped and does not know yet whether all will: somebody is cut off, dies, or is started again."""
+        unheard = [h for h in self.world.hosts.values() if h.unheard]
+        if not unheard:
+            return None
+        host = self.rng.choice(unheard)
+        other = self.rng.choice(host.unheard)
+        return self.rng.choice(
+            [
+                ("cut", other, 1),
+                ("deaf", other, host.peer_id),
+                ("drop", host.peer_id, other),
+                ("end", host.peer_id),
+                ("crash", other),
+                ("restart", host.peer_id, "dark"),
+                ("restart", host.peer_id, "memory"),
+            ]
+        )
 
     def _wipe(self) -> Decision | None:
         dead = [h.peer_id for h in self.world.hosts.values() if h.core is None and h.boot]

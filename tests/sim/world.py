@@ -6,6 +6,7 @@ a run. One that makes no sense at its time has no effect, so a list with gaps is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from p2p_dmc.agent.work import InFlight
@@ -14,6 +15,7 @@ from tests.sim.collective import Collective
 from tests.sim.host import DOWNLOAD_STEPS, KEPT_ROUNDS, Header, Host
 from tests.sim.invariants import require
 from tests.sim.model import Model
+from tests.sim.network import Closed
 from tests.sim.stage import Stage
 
 Decision: TypeAlias = tuple[Any, ...]
@@ -98,6 +100,8 @@ class World(Stage):
     def _hear_header(self, host: Host, sender: Host, header: Header) -> None:
         if host.outcome == "finished" and not sender.outcome:
             self.finished(sender, host.held)  # it has not heard yet
+        elif host.outcome == "stopped" and host.up:
+            self.tell_closed(host, sender.peer_id)
         core = host.core
         if core is None or host.asleep or host.outcome:
             return
@@ -293,8 +297,8 @@ class World(Stage):
         host.failed, host.reducing = True, None
         self.act(host, lambda core, now: core.wants_change("the collective failed", now, at_once=True))
 
-    def _close(self, host: Host, lost: tuple[str, ...] = ()) -> None:
-        """Stopped by agreement: the state on disk is the newest there is, and this peer keeps its vote."""
+    def _close(self, host: Host) -> None:
+        """Stopped by agreement: the newest state is on disk, and from now on it is deaf. Everybody is told."""
         core = host.core
         assert core is not None
         self.say(host, f"closes at {host.held.ref.lineage}")
@@ -302,15 +306,41 @@ class World(Stage):
         self.act(host, lambda core, now: core.checkpointed(host.held.ref.lineage, now))
         if host.core is not core:
             return
-        view, ref, disk = host.view, host.held.ref, core.promises
-        host.last_version = host.boot, core.promise_version
-        host.reset()
-        host.disk, host.closed, host.outcome = disk, True, "stopped"
-        for peer in view.peers if view is not None else ():
-            other = self.hosts[peer]
-            told = other.up and not other.outcome and self.network.linked(host.peer_id, peer)
-            if told and other.held.ref == ref and peer not in lost:
-                self._close(other, lost)
+        view = host.view
+        assert view is not None
+        beyond = any(said.view_epoch > view.view_epoch for said in host.disk.pending)
+        remembers = not host.learning and not beyond
+        host.word = Closed(host.held.ref, view.view_id if remembers else b"", answer=False)
+        host.roll = tuple(voter.peer_id for voter in view.voters if voter != host.member)
+        host.outcome, host.trainer, host.view = "stopped", None, None
+        host.leave_view()
+        self.stops += 1
+        for peer in view.peers:
+            if peer != host.peer_id:
+                self.tell_closed(host, peer)
+        self._keep_vote(host)
+
+    def tell_closed(self, host: Host, peer: str) -> None:
+        """It has stopped, and asks whoever it has not heard for an answer."""
+        if host.word is not None:
+            self.network.send(host.peer_id, peer, replace(host.word, answer=peer in host.unheard))
+
+    def _hear_closed(self, host: Host, sender: str, closed: Closed) -> None:
+        self.events += 1
+        host.closings[sender] = closed
+        if host.word is not None:
+            if closed.answer:
+                self.network.send(host.peer_id, sender, replace(host.word, answer=False))
+            self._keep_vote(host)
+        elif not host.outcome and host.view is not None and host.held.ref == closed.ref:
+            self._close(host)
+
+    def _keep_vote(self, host: Host) -> None:
+        """Once all voters of its view have stopped as it has."""
+        if host.word is not None and host.word.view_id and not host.closed and not host.unheard:
+            self.say(host, "keeps its vote")
+            host.closed = True
+            self.kept += 1
 
     def finished(self, host: Host, model: Model) -> None:
         if host.core is None or host.outcome:

@@ -466,8 +466,8 @@ VIEW_PHASES = ("proposing", "promising", "promised", "installed", "opening", "re
 """Reached only while a view changes: another fault has to bring that about."""
 STATE_PHASES = ("serving", "adopting", "learning", "replayed")
 """Reached only when a peer comes back."""
-PARTING_PHASES = ("leaving", "put-off", "aside")
-"""Reached only when a peer leaves by itself, or stands aside."""
+PARTING_PHASES = ("leaving", "put-off", "aside", "stopped", "all-stopped")
+"""Reached only when a peer leaves by itself or stands aside, or when the run is stopped."""
 
 
 class PhaseCut(Fault):
