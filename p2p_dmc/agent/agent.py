@@ -357,7 +357,9 @@ class Agent:
             return
         if self.membership is None:
             return
-        self.verdicts.crashed(record, self.membership.last_heard_ms(record.peer_id), now_ms())
+        heard_ms = self.membership.last_heard_ms(record.peer_id)
+        promised = self.membership.last_promised(record.peer_id)
+        self.verdicts.crashed(record, heard_ms, now_ms(), promised)
         self._act(self.membership.refused(record.peer_id, record.boot, now_ms()))
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -422,6 +424,7 @@ class Agent:
             data=self.data,
             send=self.send,
             members=self.members,
+            promised=self._promised,
             meta_changed=self.meta_changed,
             replay_verdicts=lambda run: self.verdicts.replay(run, self.members(), self.peer_id),
             say=self.say,
@@ -429,6 +432,10 @@ class Agent:
             run_over=self.jobs.run_over,
             collective_host=lambda: split_address(self.address)[0],
         )
+
+    def _promised(self, run: str, version: int) -> None:
+        if self.membership is not None:
+            self.membership.promised(run, version)
 
     def _reducing(self) -> bool:
         """Whether some run is averaging: its traffic goes first."""

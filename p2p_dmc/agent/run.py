@@ -63,6 +63,7 @@ class Run:
         boot = run_files.boot_for(record, services.boot, lambda: services.home.start_identity().boot)
         self.me = MemberId(peer_id=services.peer_id, boot=boot)
         self._promises = record.promises if record else Promises()
+        services.promised(name, self._promises.version)
         self._closed = record is not None and record.closed
         self.keeper = StateKeeper(name, self.folder, services, self._promises)
         self.values = GroupValues(name, services)
@@ -107,8 +108,13 @@ class Run:
         """Do what the core says, in its order: to disk, then said, then acted on."""
         for line in ready.trace:
             log.info("run %s: %s", self.name, line)
-        if ready.persist is not None and not self._save(ready.persist, closed=False):
+        agreement, persist = self.agreement, ready.persist
+        if agreement is not None and self._closed and agreement.promise_version > self._promises.version:
+            persist = agreement.promises  # a closed record knows of all that was said: it is closed no more
+        if persist is not None and not self._save(persist, closed=False):
             return ready  # what is not on disk is not said
+        if agreement is not None:
+            self.services.promised(self.name, agreement.promise_version)
         for peer_id, message in ready.sends:
             self.services.send(peer_id, message, self.name)
         if ready.froze:
@@ -381,10 +387,10 @@ class Run:
         if self.agreement is not None and not self.end.agreed:
             self.act(self.agreement.withdrawn(stopped, now_ms()))
 
-    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
-        """Membership's word about a peer."""
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict, version: int = 0) -> None:
+        """Membership's word about a peer. ``version``: of a crash, see `Agreement.verdict`."""
         if self.agreement is not None and peer_id != self.me.peer_id and not self.end.agreed:
-            self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms()))
+            self.act(self.agreement.verdict(peer_id, boot, verdict, now_ms(), version=version))
         if verdict is not Verdict.REACHABLE:
             self.members.hear_put_off(at_once=True)
 

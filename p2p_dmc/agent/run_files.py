@@ -75,6 +75,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
             "pending": [_view_to_json(v) for v in promises.pending],
             "replaced": [[r.history.hex(), list(r.lineage), r.evicted] for r in promises.replaced],
             "given_up": [[g.history.hex(), [_view_to_json(v) for v in g.pending]] for g in promises.given_up],
+            "version": promises.version,
             "closed": record.closed,
             "boot": record.boot,
         },
@@ -104,6 +105,7 @@ def load_record(folder: Path) -> RunRecord | None:
                 GivenUp(history=bytes.fromhex(h), pending=_views_from_json(views))
                 for h, views in data.get("given_up", ())
             ),
+            version=int(data.get("version", 0)),
         )
         return RunRecord(promises=promises, closed=bool(data["closed"]), boot=int(data["boot"]))
     except (ValueError, KeyError, TypeError, IndexError, OSError):

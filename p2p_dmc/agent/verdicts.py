@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from p2p_dmc.core.agreement_messages import NUMBER_MAX, UNKNOWN_BOOT, Verdict
@@ -15,7 +15,7 @@ class Judged(Protocol):
 
     name: str
 
-    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None: ...
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict, version: int = 0) -> None: ...
 
 
 class Verdicts:
@@ -34,10 +34,16 @@ class Verdicts:
         self._crashed: set[tuple[str, int]] = set()
         self._held: dict[tuple[str, int], tuple[int, MemberRecord]] = {}
 
-    def crashed(self, record: MemberRecord, heard_ms: int | None, now_ms: int) -> None:
+    def crashed(
+        self, record: MemberRecord, heard_ms: int | None, now_ms: int, promised: Mapping[str, int]
+    ) -> None:
         """This agent saw the peer's live host refuse: a crash, if the peer was heard within the last suspicion time.
 
         After that the peer may have given this agent up, and gone on without it, with nobody left who knows.
+
+        ``promised``: the version of its promises in each run, as said when it was last heard. Of a run that it did not
+        speak of then, a former agent of it may have promised what nobody here knows: that is a death only, but for
+        a member that began with this agent, and has said all since.
         """
         key = (record.peer_id, record.boot)
         if key in self._crashed:
@@ -46,7 +52,13 @@ class Verdicts:
         if in_contact:
             self._crashed.add(key)
         self._held.pop(key, None)
-        self._tell(record, Verdict.CRASHED if in_contact else Verdict.UNREACHABLE)
+        for run in self._runs():
+            boot = boot_in(record, run.name)
+            known = run.name in promised or (boot is not None and boot >= record.boot)
+            verdict = Verdict.CRASHED if in_contact and known else Verdict.UNREACHABLE
+            run.verdict(
+                record.peer_id, UNKNOWN_BOOT if boot is None else boot, verdict, promised.get(run.name, 0)
+            )
 
     def event(
         self, event: MemberEvent, latest: MemberRecord | None, heard_ms: int | None, now_ms: int

@@ -178,14 +178,12 @@ class Agreement(AgreementMachine):
                 self._strays.add(peer_id)
         return self._finish()
 
-    def verdict(
-        self, peer_id: str, boot: int, state: Verdict, now_ms: int, *, version: int | None = None
-    ) -> Ready:
+    def verdict(self, peer_id: str, boot: int, state: Verdict, now_ms: int, *, version: int = 0) -> Ready:
         """Membership's word about one incarnation.
 
         Args:
-            version: for CRASHED, the `promise_version` that its last acknowledgement carried; a crash whose
-                last promises did not arrive is only a death. None: take those that did.
+            version: for CRASHED, the `promise_version` that its last sign of life carried: until promises as new
+                as that are here the crash is only a death. 0: it carried none.
         """
         self._begin(now_ms)
         if peer_id != self.me.peer_id:

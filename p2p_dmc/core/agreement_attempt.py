@@ -106,6 +106,8 @@ class PeerBook:
         """The newest promises heard of each member."""
         self.greatest_n: dict[MemberId, int] = {}
         self.records: dict[MemberId, Stopped] = {}
+        self.crashed: dict[MemberId, int] = {}
+        """Seen to crash: the version of its promises that its last sign of life told of. Older ones count it not."""
         self.away: set[MemberId] = set()
         """Withdrawn, and not heard to be back."""
         self.joiners: dict[str, int] = {}
@@ -117,8 +119,11 @@ class PeerBook:
 
     def note(self, member: MemberId) -> bool:
         """Remember the incarnation; False if a newer one is known."""
-        if member.boot < self.boots.get(member.peer_id, 0):
+        known = self.member(member.peer_id)
+        if member.boot < known.boot:
             return False
+        if member.boot > known.boot:
+            self.crashed.pop(known, None)
         self.boots[member.peer_id] = member.boot
         return True
 
@@ -136,9 +141,18 @@ class PeerBook:
         if old is not None and promised.version < old.version:
             return
         self.promised[promised.sender] = promised
-        record = self.records.get(promised.sender)
-        if record is not None and not record.withdrawn:  # it was on its way when the sender crashed
-            self.records[promised.sender] = crash_record(promised)
+        self._count_crash(promised.sender)  # it was on its way when the sender crashed
+
+    def _count_crash(self, member: MemberId) -> None:
+        """Whoever was seen to crash is counted so with promises as new as its last sign of life told of: until such
+        are here it is only dead. A farewell that knows of a later attempt says more than they do.
+        """
+        promised, told = self.promised.get(member), self.crashed.get(member)
+        if promised is None or told is None or promised.version < told:
+            return
+        record = self.records.get(member)
+        if record is None or record.n <= promised.n:
+            self.records[member] = crash_record(promised)
 
     def hear_word(self, word: Propose) -> bool:
         """Note what a word tells about its sender; False if the sender has said a greater n since."""
@@ -160,12 +174,12 @@ class PeerBook:
         )
         return True
 
-    def judge(self, member: MemberId, verdict: Verdict, version: int | None) -> bool:
+    def judge(self, member: MemberId, verdict: Verdict, version: int) -> bool:
         """A verdict of membership; True if it is news.
 
         Args:
             member: of `UNKNOWN_BOOT`: the newest incarnation known, whichever that is.
-            version: of the promises in the last acknowledgement, where known.
+            version: of the promises that the last sign of life told of; 0: it told of none.
         """
         if member.boot == UNKNOWN_BOOT:
             member = self.member(member.peer_id)
@@ -174,11 +188,14 @@ class PeerBook:
             self.verdicts[member.peer_id] = (member.boot, verdict)
         record = self.records.get(member)
         if verdict is Verdict.CRASHED:
-            promised = self.promised.get(member)
-            if promised is not None and promised.version >= (version or 0):
-                self.records[member] = crash_record(promised)
-        elif verdict is Verdict.REACHABLE and record is not None and not record.withdrawn:
-            del self.records[member]
+            self.crashed[member] = max(version, self.crashed.get(member, 0))
+            if record is not None and not record.withdrawn:  # of a former agent of the same member
+                del self.records[member]
+            self._count_crash(member)
+        elif verdict is Verdict.REACHABLE:
+            self.crashed.pop(member, None)
+            if record is not None and not record.withdrawn:
+                del self.records[member]
         return news
 
     def withdraw(self, stopped: Stopped) -> bool:
@@ -193,7 +210,7 @@ class PeerBook:
 
     def forget_all_but(self, members: set[MemberId]) -> None:
         """Records and promises of members that no view of interest names are of no use."""
-        for book in (self.records, self.promised, self.greatest_n):
+        for book in (self.records, self.promised, self.greatest_n, self.crashed):
             for member in [member for member in book if member not in members]:
                 if member not in self.away:
                     del book[member]

@@ -252,7 +252,9 @@ class AgreementMachine(AgreementState):
             if peer in attempt.members and self._book.superseded(word.sender)
         ]
         at_odds = [peer for peer in attempt.unheard() if peer in attempt.words]
-        if back or restarted or at_odds or self._late is not None:
+        told = {record.member for record in attempt.words[self.me.peer_id].seen}
+        unsaid = not told.issuperset(self._book.records)  # a crash that has come to count since
+        if back or restarted or at_odds or unsaid or self._late is not None:
             self._raises += 1
             names = {peer for peer in attempt.candidates if not self._book.gone(peer)}  # and the last view's
             voters = self._spoken(attempt) & names

@@ -149,9 +149,13 @@ class Promises:
     """Those that `history` took the place of, newest first: the newest few."""
     given_up: tuple[GivenUp, ...] = ()
     """Newest first: the newest few."""
+    version: int = 0
+    """Of the promises said last, at the time of this record. It grows on from here: whoever closed the run is the same
+    member when it opens it again, and others may remember what it said before."""
 
     def __post_init__(self) -> None:
         _require_number(self.n, "n")
+        _require_number(self.version, "version")
         _require(len(self.given_up) <= REPLACED_MAX, f"{len(self.given_up)} given-up histories are too many")
         _require(len(self.replaced) <= REPLACED_MAX, f"{len(self.replaced)} replaced histories are too many")
         _require_history(self.history)
@@ -164,8 +168,8 @@ class Stopped:
     """A member that stopped, and its promises: it leaves the count of every view that these cover.
 
     `withdrawn`: said by the agent itself, and final for views up to `n` (it gives up its votes there).
-    Otherwise it was seen to crash by the peer that says so, which has the promises of its last
-    acknowledgement.
+    Otherwise it was seen to crash by the peer that says so, which has the promises that its last sign of life told
+    of, or newer ones.
     """
 
     member: MemberId
@@ -283,8 +287,8 @@ class Cause:
 class Promised:
     """The sender's promises have changed: whoever sees it crash counts it with these.
 
-    Acknowledgements of probes should carry `version`: a crash is counted with promises at least that new, or
-    not at all.
+    Signs of life carry `version`: a crash is counted with promises at least as new as the last one told, or not at
+    all.
     """
 
     history: bytes

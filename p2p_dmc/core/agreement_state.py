@@ -58,8 +58,8 @@ class AgreementState:
         self._given_up = promises.given_up
         self._evicted: set[str] = set()
         """Said by an operator, here or elsewhere, to be gone for good; forgotten with the next view."""
-        self.promise_version = 0
-        """Grows with what this peer promised; its acknowledgements of probes should carry it."""
+        self.promise_version = promises.version
+        """Grows with what this peer promised; every sign of life carries it."""
         self._quorum, self._payload, self._rng, self._settings = quorum, payload, rng, settings
         self._n = self._floor = promises.n
         self._base = self._disk_base = promises.base
@@ -135,6 +135,7 @@ class AgreementState:
             courted=self._courted,
             replaced=self._replaced,
             given_up=self._given_up,
+            version=self.promise_version,
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from p2p_dmc.core.member_table import MemberTable
 from p2p_dmc.core.membership_messages import (
     MAX_PIGGYBACK_RECORDS,
+    MAX_PROMISED,
     MAX_PUSH_PULL_RECORDS,
     Gossip,
     MemberRecord,
@@ -40,10 +41,27 @@ class Voice:
         self._seq = rng.getrandbits(48)
         self._spoken_ms: dict[tuple[str, str], int] = {}
         """When a peer was last told or asked something out of turn, so that no two can set each other off."""
+        self._promised: dict[str, int] = {}
+        """Of each run, the last one to change at the end."""
 
     def me(self) -> Sender:
         me = self._table.me
-        return Sender(peer_id=me.peer_id, boot=me.boot, incarnation=me.incarnation, address=me.address)
+        return Sender(
+            peer_id=me.peer_id,
+            boot=me.boot,
+            incarnation=me.incarnation,
+            address=me.address,
+            promised=tuple(sorted(self._promised.items())),
+        )
+
+    def promised(self, run: str, version: int) -> None:
+        """Said with every message from here on. Of too many runs, that whose promises changed longest ago goes."""
+        if self._promised.get(run) == version:
+            return
+        self._promised.pop(run, None)
+        if len(self._promised) >= MAX_PROMISED:
+            del self._promised[next(iter(self._promised))]
+        self._promised[run] = version
 
     def next_seq(self) -> int:
         self._seq += 1

@@ -83,6 +83,9 @@ class MemberTable:
         self._changed_ms: dict[str, int] = {}
         """When a member's state last changed here."""
         self._heard_ms: dict[str, int] = {}
+        """When each member's present boot was last heard itself."""
+        self._promised: dict[str, dict[str, int]] = {}
+        """What it said then of its promises. Invariant: of exactly those in _heard_ms."""
         self._forgotten: dict[str, tuple[int, int, int]] = {}
         """Last life of members that were forgotten, oldest first: slower ones do not bring them back."""
         self._here: tuple[str, ...] | None = None
@@ -127,11 +130,18 @@ class MemberTable:
     def heard_ms(self, peer_id: str) -> int | None:
         return self._heard_ms.get(peer_id)
 
+    def promised(self, peer_id: str) -> dict[str, int]:
+        return self._promised.get(peer_id, {})
+
     def hear(self, sender: Sender, now_ms: int) -> None:
-        """Something arrived from sender itself."""
+        """Something arrived from sender itself. What it said before over a connection that broke may arrive later."""
         record = self._records.get(sender.peer_id)
         if record is not None and record.boot == sender.boot:
+            before = self.promised(sender.peer_id)
             self._heard_ms[sender.peer_id] = now_ms
+            self._promised[sender.peer_id] = {
+                run: max(version, before.get(run, 0)) for run, version in sender.promised
+            }
 
     # Change.
 
@@ -196,6 +206,7 @@ class MemberTable:
             self._changed_ms[peer_id] = now_ms
         if old is not None and old.boot != new.boot:
             self._heard_ms.pop(peer_id, None)
+            self._promised.pop(peer_id, None)
         running = self.suspicions.get(peer_id)
         if new.state is not MemberState.SUSPECT:
             self.suspicions.pop(peer_id, None)
@@ -285,6 +296,7 @@ class MemberTable:
             self._ids.remove(peer_id)
             self._changed_ms.pop(peer_id)
             self._heard_ms.pop(peer_id, None)
+            self._promised.pop(peer_id, None)
             self.broadcasts.discard(peer_id)
             if len(self._forgotten) > _MAX_FORGOTTEN:
                 del self._forgotten[next(iter(self._forgotten))]
@@ -295,6 +307,9 @@ class MemberTable:
         assert self.me.peer_id not in self._records, f"{self.me.peer_id} is me and somebody else"
         assert set(self._changed_ms) == set(self._ids), "change times of others than the members: _forget?"
         assert set(self._heard_ms) <= set(self._ids), "heard times of strangers: _forget or hear"
+        assert set(self._promised) == set(self._heard_ms), (
+            "promises of others than those heard: hear or _apply"
+        )
         assert len(self._ids) <= MAX_MEMBERS, f"{len(self._ids)} members, at most {MAX_MEMBERS}"
         suspects = self.with_state(MemberState.SUSPECT)
         assert suspects == sorted(self.suspicions), f"suspects {suspects}, timers {sorted(self.suspicions)}"

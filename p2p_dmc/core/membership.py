@@ -120,6 +120,10 @@ class Membership:
         """When something last arrived from the present boot of that peer itself."""
         return self._table.heard_ms(peer_id)
 
+    def last_promised(self, peer_id: str) -> dict[str, int]:
+        """Version of its promises in each run, as the last that arrived from the present boot of that peer said."""
+        return self._table.promised(peer_id)
+
     def next_deadline_ms(self, now_ms: int) -> int:
         """When to call `tick` next; never before now_ms."""
         return max(now_ms, self._next_due_ms(now_ms))
@@ -228,6 +232,10 @@ class Membership:
             self._raise_incarnation(new, me.incarnation, None)
             self._voice.gossip(now_ms)
         return self._output(now_ms)
+
+    def promised(self, run: str, version: int) -> None:
+        """This peer's promises in a run are of this version now: before anything is sent that depends on them."""
+        self._voice.promised(run, version)
 
     def _output(self, now_ms: int) -> Output:
         output = Output(sends=tuple(self._voice.sends), events=tuple(self._table.events))

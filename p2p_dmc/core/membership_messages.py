@@ -18,6 +18,9 @@ MAX_ACCUSERS = 8
 MAX_PIGGYBACK_RECORDS = 16
 """Records on any message but PushPull."""
 MAX_PUSH_PULL_RECORDS = 1024
+MAX_PROMISED = 32
+"""Runs of which one message tells the version of the sender's promises."""
+MAX_RUN_NAME_LENGTH = 256
 
 _PEER_ID = re.compile(r"[0-9a-f]{32}")
 _ADDRESS = re.compile(r"tcp://[\x21-\x7e]+:[0-9]{1,5}")
@@ -112,12 +115,22 @@ class Sender:
     boot: int
     incarnation: int
     address: str
+    promised: tuple[tuple[str, int], ...] = ()
+    """(run, version of its promises) of each run that it has a part in, sorted: every message is a sign of life, and
+    whoever sees the sender crash counts it with promises as new as the last one told of. Opaque to membership."""
 
     def __post_init__(self) -> None:
         _check_peer_id(self.peer_id)
         _check_number("boot", self.boot)
         _check_number("incarnation", self.incarnation)
         _check_address("address", self.address)
+        runs = [run for run, _ in self.promised]
+        if len(runs) > MAX_PROMISED or sorted(set(runs)) != runs:
+            raise ValueError(f"promises in {len(runs)} runs: at most {MAX_PROMISED}, sorted, no repetition")
+        for run, version in self.promised:
+            if len(run) > MAX_RUN_NAME_LENGTH:
+                raise ValueError(f"run name {run[:80]!r} is longer than {MAX_RUN_NAME_LENGTH} characters")
+            _check_number("promise version", version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

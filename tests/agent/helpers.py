@@ -215,6 +215,7 @@ def surroundings(
         data=cast(DataService, data),
         send=lambda to, message, run: sent.append((to, message, run)),
         members=lambda: tuple(members),
+        promised=nothing,
         meta_changed=nothing,
         replay_verdicts=nothing,
         say=said.append,

@@ -806,6 +806,7 @@ def test_a_state_is_the_runs_only_when_its_agreement_takes_it(
     a_run.agreement = cast(
         Agreement,
         SimpleNamespace(
+            promise_version=0,
             frozen=frozen,
             behind=behind,
             adopted=lambda ref, now: ready("adopted"),

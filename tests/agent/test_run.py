@@ -71,7 +71,8 @@ def in_a_view_of_two(around: Around) -> Run:
     run = run_of(around)
     stopped = Stopped(member=member(1), n=1, withdrawn=True)
     run.agreement = cast(
-        Agreement, SimpleNamespace(frozen=False, withdraw=lambda: stopped, history=b"h" * 16)
+        Agreement,
+        SimpleNamespace(frozen=False, withdraw=lambda: stopped, history=b"h" * 16, promise_version=0),
     )
     run.view = view_of([payload(), payload()])
     run.desk.up = True
@@ -295,7 +296,8 @@ def test_a_history_may_be_given_up_within_a_tick(tmp_path: Path, monkeypatch: py
     run = in_a_view_of_two(surroundings(tmp_path))
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
     run.agreement = cast(
-        Agreement, SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing)
+        Agreement,
+        SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing, promise_version=0),
     )
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in ("serve_lease", "repeat")}
@@ -332,7 +334,10 @@ def test_whoever_is_left_out_says_at_once_that_it_has_no_view(tmp_path: Path) ->
     run = in_a_view_of_two(around)
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
     run.agreement = cast(
-        Agreement, SimpleNamespace(left_out=True, frozen=False, cut_off_from=(), tick=lambda now: nothing)
+        Agreement,
+        SimpleNamespace(
+            left_out=True, frozen=False, cut_off_from=(), tick=lambda now: nothing, promise_version=0
+        ),
     )
     view = SimpleNamespace(view_epoch=1)
     at, work = SimpleNamespace(epoch=0, part=0), SimpleNamespace(claims=lambda: ())
@@ -355,7 +360,8 @@ def test_a_start_is_offered_to_whoever_is_let_in_at_this_rounds_barrier(
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
     wanted = hindrance != "no change wanted"
     run.agreement = cast(
-        Agreement, SimpleNamespace(join_requested=lambda peer, now: nothing, change_wanted=wanted)
+        Agreement,
+        SimpleNamespace(join_requested=lambda peer, now: nothing, change_wanted=wanted, promise_version=0),
     )
     held = state(slots, (1, 2))
     run.keeper.hold(held)
@@ -426,7 +432,8 @@ def test_whoever_is_in_a_view_looks_for_rivals(
     run = in_a_view_of_two(surroundings(tmp_path))
     nothing = SimpleNamespace(froze=False, installed=None, persist=None, sends=(), trace=())
     run.agreement = cast(
-        Agreement, SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing)
+        Agreement,
+        SimpleNamespace(left_out=False, cut_off_from=(), tick=lambda now: nothing, promise_version=0),
     )
     looked: list[bool] = []
     setattr(run, mode, SimpleNamespace(frozen=False, serve_lease=lambda: None, repeat=lambda: None))

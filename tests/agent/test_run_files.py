@@ -46,6 +46,7 @@ PROMISES = Promises(
     replaced=(Replaced(history=b"o" * 16, lineage=(2, 5), evicted=True),),
     pending=(VIEW, replace(VIEW, view_epoch=4)),
     given_up=(GivenUp(history=b"g" * 16, pending=(VIEW,)),),
+    version=12,
 )
 RECORD = RunRecord(promises=PROMISES, closed=True, boot=5)
 
@@ -99,6 +100,7 @@ def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
         damaged(history="68"), damaged(base=[3]), damaged(base=[3, [["a"]]]), damaged(base=[3, []]),
         damaged(base={"x": 1}), damaged(base=7), damaged(pending=7), damaged(pending=[7]),
         damaged(pending=[[3, [["b", 1], ["a", 1]]]]), damaged(pending=[[3, [["", 1]]]]), damaged(boot="x"),
+        damaged(version="x"), damaged(version=-1), damaged(version=None),
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_an_error_and_never_no_record(tmp_path: Path, text: str) -> None:

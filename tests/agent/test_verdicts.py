@@ -18,9 +18,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, Verdict]] = []
+        self.versions: list[int] = []
 
-    def verdict(self, peer_id: str, boot: int, verdict: Verdict) -> None:
+    def verdict(self, peer_id: str, boot: int, verdict: Verdict, version: int = 0) -> None:
         self.heard.append((peer_id, boot, verdict))
+        self.versions.append(version)
 
 
 def record(state: MemberState = MemberState.ALIVE, boot: int = 3, run_boot: int | None = 3) -> MemberRecord:
@@ -66,11 +68,33 @@ def made() -> tuple[Verdicts, Listener]:
 
 def test_a_crash_seen_here_is_told_at_once_and_once() -> None:
     verdicts, listener = made()
-    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_000)
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_000, promised={"run": 7})
     verdicts.event(dead(record()), record(), 9_900, 10_001)
-    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_002)
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_002, promised={"run": 7})
     verdicts.tick(60_000)
-    assert listener.heard == [(PEER, 3, Verdict.CRASHED)]
+    assert listener.heard == [(PEER, 3, Verdict.CRASHED)] and listener.versions == [7]
+
+
+@pytest.mark.parametrize(
+    ("boot", "run_boot", "promised", "verdict"),
+    [
+        (3, 3, {}, Verdict.CRASHED),  # all that it promised came after that
+        (4, 3, {}, Verdict.UNREACHABLE),
+        (4, 3, {"another": 9}, Verdict.UNREACHABLE),
+        (4, 3, {"run": 0}, Verdict.CRASHED),
+        (4, None, {}, Verdict.UNREACHABLE),
+        (4, None, {"run": 5}, Verdict.CRASHED),
+        (4, 5, {}, Verdict.CRASHED),  # another script under the same name
+    ],
+)
+def test_promises_of_a_former_agent_may_be_newer_than_those_here(
+    boot: int, run_boot: int | None, promised: dict[str, int], verdict: Verdict
+) -> None:
+    """So the crash of one that has not yet said how new its promises are is only a death."""
+    verdicts, listener = made()
+    verdicts.crashed(record(boot=boot, run_boot=run_boot), 9_900, 10_000, promised)
+    assert listener.heard == [(PEER, UNKNOWN_BOOT if run_boot is None else run_boot, verdict)]
+    assert listener.versions == [promised.get("run", 0)]
 
 
 @pytest.mark.parametrize(("ago_ms", "verdict"), [(1_999, Verdict.CRASHED), (2_000, Verdict.UNREACHABLE)])
@@ -79,7 +103,7 @@ def test_a_refusal_a_suspicion_time_after_the_last_contact_is_only_a_death(
 ) -> None:
     """By then the dead one may have gone on alone."""
     verdicts, listener = made()
-    verdicts.crashed(record(), heard_ms=10_000 - ago_ms, now_ms=10_000)
+    verdicts.crashed(record(), heard_ms=10_000 - ago_ms, now_ms=10_000, promised={"run": 7})
     assert listener.heard == [(PEER, 3, verdict)]
 
 

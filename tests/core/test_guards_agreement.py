@@ -106,7 +106,7 @@ class TestIncarnations:
 
     def test_a_verdict_about_a_former_life_is_not_about_this_one(self) -> None:
         book = PeerBook()
-        book.judge(member("a"), UNREACHABLE, None)
+        book.judge(member("a"), UNREACHABLE, 0)
         assert book.gone("a")
         book.note(member("a2"))
         assert not book.gone("a")
@@ -122,7 +122,7 @@ class TestPromises:
     def test_those_on_their_way_when_the_sender_crashed_are_counted(self) -> None:
         book = PeerBook()
         book.hear_promises(promised("a", version=2))
-        book.judge(member("a"), CRASHED, None)
+        book.judge(member("a"), CRASHED, 0)
         book.hear_promises(promised("a", version=3, n=8))
         assert book.records[member("a")].n == 8
 
@@ -150,37 +150,84 @@ class TestPromises:
 class TestVerdicts:
     def test_whether_one_is_news(self) -> None:
         book = PeerBook()
-        assert not book.judge(member("a"), REACHABLE, None)
-        assert book.judge(member("a"), UNREACHABLE, None)
-        assert not book.judge(member("a"), UNREACHABLE, None)
-        assert book.judge(member("a"), CRASHED, None)
+        assert not book.judge(member("a"), REACHABLE, 0)
+        assert book.judge(member("a"), UNREACHABLE, 0)
+        assert not book.judge(member("a"), UNREACHABLE, 0)
+        assert book.judge(member("a"), CRASHED, 0)
 
     def test_a_crash_of_one_never_heard_of_has_no_promises(self) -> None:
         book = PeerBook()
-        book.judge(member("a"), CRASHED, None)
+        book.judge(member("a"), CRASHED, 0)
         assert book.records == {} and book.gone("a")
 
     def test_a_crash_without_its_last_promises_is_only_a_death(self) -> None:
         book = PeerBook()
         book.hear_promises(promised("a", version=2))
         book.judge(member("a"), CRASHED, 3)
+        assert book.records == {} and book.gone("a")
+        book.hear_promises(promised("a", version=2))
         assert book.records == {}
+
+    @pytest.mark.parametrize("version", [3, 4])
+    def test_until_they_arrive(self, version: int) -> None:
+        book = PeerBook()
+        book.judge(member("a"), CRASHED, 3)
+        book.hear_promises(promised("a", version=version, n=8))
+        assert book.records[member("a")].n == 8
+
+    def test_in_a_word_too(self) -> None:
+        book = PeerBook()
+        book.judge(member("a"), CRASHED, 3)
+        book.hear_word(word("a", n=8, version=3))
+        assert book.records[member("a")].n == 8
+
+    def test_or_the_crashed_is_heard_again(self) -> None:
+        book = PeerBook()
+        book.judge(member("a"), CRASHED, 3)
+        book.judge(member("a"), REACHABLE, 0)
+        book.hear_promises(promised("a", version=3))
+        assert book.records == {} and not book.gone("a")
+
+    def test_or_a_later_life_of_it_is_known(self) -> None:
+        book = PeerBook()
+        book.judge(member("a"), CRASHED, 3)
+        assert book.note(member("a")) and book.crashed == {member("a"): 3}
+        assert book.note(member("a2")) and book.crashed == {}
+
+    def test_a_farewell_that_knows_of_more_stays(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2, n=5))
+        book.withdraw(farewell("a", n=6))
         book.judge(member("a"), CRASHED, 2)
-        assert book.records[member("a")].n == 5
+        assert book.records[member("a")] == farewell("a", n=6)
+        book.hear_promises(promised("a", version=3, n=6))
+        assert book.records[member("a")] == Stopped(member=member("a"), n=6, base=V)
+
+    def test_a_second_agent_of_the_same_member_may_have_promised_more(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2))
+        book.judge(member("a"), CRASHED, 2)
+        book.judge(member("a"), CRASHED, 4)
+        book.hear_promises(promised("a", version=3))
+        assert book.records == {}
+        book.judge(member("a"), CRASHED, 1)  # one that has said nothing yet
+        assert book.records == {}
+        book.hear_promises(promised("a", version=4))
+        assert member("a") in book.records
 
     def test_only_being_reachable_ends_a_crash(self) -> None:
         book = PeerBook()
         book.hear_promises(promised("a", version=2))
-        book.judge(member("a"), CRASHED, None)
-        book.judge(member("a"), UNREACHABLE, None)
+        book.judge(member("a"), CRASHED, 0)
+        book.judge(member("a"), UNREACHABLE, 0)
         assert member("a") in book.records
-        book.judge(member("a"), REACHABLE, None)
+        book.judge(member("a"), REACHABLE, 0)
         assert book.records == {}
 
     def test_being_reachable_ends_no_withdrawal(self) -> None:
         book = PeerBook()
         book.withdraw(farewell("a", n=5))
-        book.judge(member("a"), REACHABLE, None)
+        book.judge(member("a"), REACHABLE, 0)
         assert book.records[member("a")].withdrawn and book.gone("a")
 
 
@@ -206,7 +253,7 @@ class TestFarewells:
     def test_one_binds_more_than_a_crash_that_somebody_saw(self) -> None:
         book = PeerBook()
         book.hear_promises(promised("a", version=2, n=7))
-        book.judge(member("a"), CRASHED, None)
+        book.judge(member("a"), CRASHED, 0)
         assert book.withdraw(farewell("a", n=6))
         assert book.records[member("a")].withdrawn
 
@@ -216,9 +263,10 @@ def test_what_no_view_names_is_forgotten_but_for_those_who_are_away() -> None:
     for name in "abc":
         book.hear_word(word(name, n=6))
         book.withdraw(farewell(name, n=6))
+        book.judge(member(name), CRASHED, 9)
     book.away -= {member("a"), member("b")}
     book.forget_all_but({member("a")})
-    for kept in (book.records, book.promised, book.greatest_n):
+    for kept in (book.records, book.promised, book.greatest_n, book.crashed):
         assert sorted(kept) == [member("a"), member("c")]
 
 

@@ -22,7 +22,7 @@ from p2p_dmc.core.membership import (
     PingReq,
     PushPull,
 )
-from p2p_dmc.core.membership_messages import INCARNATION_LIMIT
+from p2p_dmc.core.membership_messages import INCARNATION_LIMIT, MAX_PROMISED
 from p2p_dmc.errors import RemoteProtocolError
 from tests.core.gossip_network import address_of, peer_id_of, record_of, sender_of
 
@@ -260,6 +260,78 @@ def test_who_was_heard_is_the_present_boot_itself() -> None:
     assert core.last_heard_ms(peer_id_of(1)) == 20 and core.last_heard_ms(peer_id_of(9)) == 10
     core.receive(Gossip(sender=sender_of(9), records=(record_of(1, boot=2),)), 30)
     assert core.last_heard_ms(peer_id_of(1)) is None
+
+
+def heard_saying(core: Membership, *promised: tuple[str, int], boot: int = 1) -> dict[str, int]:
+    core.receive(Gossip(sender=replace(sender_of(1, boot=boot), promised=promised)), 20)
+    return core.last_promised(peer_id_of(1))
+
+
+def test_how_new_its_promises_are_is_what_the_present_boot_said_last() -> None:
+    core = lone()
+    assert core.last_promised(peer_id_of(1)) == {}
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1),)), 10)
+    assert heard_saying(core, ("r", 3), ("s", 4)) == {"r": 3, "s": 4}
+    assert heard_saying(core, ("r", 5)) == {"r": 5}
+    assert heard_saying(core, ("r", 4)) == {"r": 5}, "it came late, over a connection that broke"
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1, boot=2),)), 30)
+    assert core.last_promised(peer_id_of(1)) == {}
+    assert heard_saying(core, ("r", 9)) == {}, "of a former boot"
+    assert heard_saying(core, ("r", 2), boot=2) == {"r": 2}
+    core.check_invariants()
+
+
+def test_every_message_tells_how_new_the_speakers_promises_are() -> None:
+    core = lone()
+    core.receive(Gossip(sender=sender_of(9), records=(record_of(1), record_of(9))), 0)
+    incarnation = core.me.incarnation
+    core.promised("s", 1)
+    core.promised("r", 2)
+    core.promised("s", 3)
+    asked = Ping(sender=sender_of(1), seq=1, peer_id=core.me.peer_id, boot=1, incarnation=0)
+    wanted = PushPull(sender=sender_of(1), seq=2, reply=False)
+    helped = PingReq(
+        sender=sender_of(1),
+        seq=3,
+        peer_id=peer_id_of(9),
+        boot=1,
+        incarnation=0,
+        address=address_of(9),
+        timeout_ms=10,
+    )
+    sends = [send for message in (asked, wanted, helped) for send in core.receive(message, 1).sends]
+    for now_ms in range(2, 3_000, 50):
+        sends += core.tick(now_ms).sends
+    assert {type(send.message) for send in sends} == {Ping, PingReq, Ack, Nack, Gossip, PushPull}
+    assert {send.message.sender.promised for send in sends} == {(("r", 2), ("s", 3))}
+    assert core.me.incarnation == incarnation, "it is no fact of the record"
+
+
+def test_of_too_many_runs_those_that_changed_last_are_told() -> None:
+    core = lone()
+    for number in range(MAX_PROMISED):
+        core.promised(f"{number:02}", 1)
+    core.promised("00", 2)
+    core.promised("zz", 1)
+    (send,) = core.receive(PushPull(sender=sender_of(1), seq=2, reply=False), 1).sends[:1]
+    told = dict(send.message.sender.promised)
+    assert len(told) == MAX_PROMISED and told["00"] == 2 and "01" not in told and "zz" in told
+
+
+@pytest.mark.parametrize(
+    "promised",
+    [
+        (("b", 1), ("a", 1)),
+        (("a", 1), ("a", 2)),
+        (("a", -1),),
+        (("a", 2**63),),
+        (("a" * 257, 1),),
+        tuple((f"{number:02}", 1) for number in range(MAX_PROMISED + 1)),
+    ],
+)
+def test_promises_are_told_in_order_and_within_bounds(promised: tuple[tuple[str, int], ...]) -> None:
+    with pytest.raises(ValueError, match=r"promise|run name"):
+        replace(sender_of(1), promised=promised)
 
 
 def test_a_probe_that_fails_does_not_accuse_who_spoke_up_meanwhile() -> None:

@@ -77,7 +77,7 @@ def clone(world: World) -> World:
 
 def clone_detector(world: World, new: World) -> Detector:
     """For the new world."""
-    detector = Detector(new.network, new._judge, exact=world.detector.exact)
+    detector = Detector(new.network, new._judge)
     detector.now_ms, detector.ages = world.detector.now_ms, world.detector.ages
     return detector
 
@@ -196,7 +196,7 @@ class Values:
                 [(self.of(m), tuple(h)) for m, h in host.early.items() if self._of_use(core, h)]
             )
         reducing = host.reducing and (host.reducing.view.view_id, host.reducing.round)
-        heard = frozenset([(name, boot, ms) for name, (boot, ms, _) in host.heard.items()])
+        heard = frozenset([(name, *heard) for name, heard in host.heard.items()])
         old = None if before is None else before.core
         alike = old is not None and core is not None and (old.view is None) == (core.view is None)
         inner = None

@@ -252,6 +252,11 @@ def forget(world: World, mortal: Collection[MemberId]) -> None:
         if core is None:
             continue
         core._heard_ms.clear()
+        for peer, (boot, heard_ms, version) in host.heard.items():
+            if version and MemberId(peer_id=peer, boot=boot) not in mortal:
+                host.heard[peer] = boot, heard_ms, 0
+        if host.disk.version:  # a peer that starts again is another one
+            host.disk = replace(host.disk, version=0)
         for member in [member for member in core._book.promised if member not in mortal]:
             del core._book.promised[member]
         if host.member not in mortal and core.promise_version:

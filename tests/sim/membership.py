@@ -1,7 +1,8 @@
 """Membership as agreement sees it: what a truthful detector may say, at the worst moments it may say it.
 
 The rules are the shell's (`p2p_dmc/agent/verdicts.py`): silence is told no earlier than a suspicion time after the
-peer was last heard; a refusal by a live machine counts as a crash if the peer was heard within that time.
+peer was last heard; a refusal by a live machine counts as a crash if the peer was heard within that time, with promises
+as new as it said then.
 """
 
 from __future__ import annotations
@@ -36,12 +37,9 @@ class Detector:
     def __init__(
         self,
         network: Network,
-        judge: Callable[[Host, Host, int, Verdict, int | None], None],
-        *,
-        exact: bool,
+        judge: Callable[[Host, Host, int, Verdict, int], None],
     ) -> None:
-        self.network, self.judge, self.exact = network, judge, exact
-        """`exact`: the verdict names the promise version that the last acknowledgement carried. The shell does not."""
+        self.network, self.judge = network, judge
         self.contact = 1
         """A refusal counts as a crash within so many suspicion times of the last sign of life; as in the shell."""
         self.ages = Ages()
@@ -76,7 +74,7 @@ class Detector:
             if other is not host and host.core is not None and other.core is not None:
                 host.heard.setdefault(other.peer_id, (other.boot, now, other.core.promise_version))
 
-    def tell(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None = None) -> None:
+    def tell(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int = 0) -> None:
         if host.up and host.verdicts.get(other.peer_id) != (boot, verdict):
             host.verdicts[other.peer_id] = boot, verdict
             self.judge(host, other, boot, verdict, version)
@@ -101,7 +99,7 @@ class Detector:
             other,
             boot,
             Verdict.CRASHED if in_contact else Verdict.UNREACHABLE,
-            version if self.exact else None,
+            version,
         )
 
     def _note_age(self, host: Host, other: Host, boot: int, acknowledged: int) -> None:

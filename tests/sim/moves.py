@@ -342,9 +342,11 @@ class Moves:
                 self._part(place, way, decision, me, ())
             case "probe":
                 other = self.index[decision[2]]
-                self._part(place, way, ("hears", decision[1], decision[2]), me, ())
+                said = self._version(way, other)
+                self._part(place, way, ("hears", decision[1], decision[2], said), me, ())
                 if not way.violation:
-                    self._part(place, way, ("hears", decision[2], decision[1]), other, ())
+                    said = self._version(way, me)
+                    self._part(place, way, ("hears", decision[2], decision[1], said), other, ())
             case "enter" | "fail":
                 view = self.hosts[place.hosts[me]].view
                 assert view is not None, f"{decision} without a view"
@@ -390,6 +392,11 @@ class Moves:
         way.violation = known.violation
         said: int | None = known.said
         return said
+
+    def _version(self, way: Way, me: int) -> int:
+        """Of its promises, which every sign of life tells."""
+        core = self.hosts[way.hosts[me]].core
+        return core.promise_version if core is not None else 0
 
     def _at_once(self, place: Place, decision: Decision) -> Way:
         """A step of several hosts: of all members of a view, or of all hosts."""

@@ -11,7 +11,7 @@ from unittest import mock
 from p2p_dmc.agent import work
 from p2p_dmc.core import agreement_machine, quorum
 from p2p_dmc.core.agreement import Agreement
-from p2p_dmc.core.agreement_attempt import Attempt
+from p2p_dmc.core.agreement_attempt import Attempt, PeerBook
 from p2p_dmc.core.agreement_machine import AgreementMachine
 from tests.sim import host
 
@@ -70,6 +70,14 @@ def _hearsay(self: Any, word: Any) -> set[str]:
     return set(word.stopped) - {self.me.peer_id}
 
 
+def _with_whatever_arrived(self: Any, member: Any, verdict: Any, version: int) -> bool:
+    return _JUDGE_PEER(self, member, verdict, 0)
+
+
+def _forgotten_version(self: Any, **arguments: Any) -> None:
+    _INIT(self, **(arguments | {"promises": replace(arguments["promises"], version=0)}))
+
+
 def _any_sets(self: Attempt) -> list[str]:
     return [peer for peer in self.members if peer not in self.words]
 
@@ -109,6 +117,7 @@ def _claims_alone(payloads: Any, voting: Any, me: int, ledger: Any) -> bool:
 _GAVE_UP = work.gave_up_claims
 _COUNT = quorum.count_votes
 _JUDGE = quorum.judge
+_JUDGE_PEER = PeerBook.judge
 _SAY = AgreementMachine._say
 _COMPLETE = Agreement.complete
 _INIT = AgreementMachine.__init__
@@ -123,6 +132,8 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "origin": _quorum("missed_origins", lambda words, start: []),
     "strangers": _quorum("are_strangers", lambda words: False),
     "promises": _quorum("judge", _no_promises),
+    "last_promises": _method(PeerBook, "judge", _with_whatever_arrived),
+    "one_version": _method(AgreementMachine, "__init__", _forgotten_version),
     "witness": _quorum("accounted_for", _any_witness),
     "hearsay": _method(AgreementMachine, "_admissible", _hearsay),
     "same_sets": _method(Attempt, "unheard", _any_sets),

@@ -21,7 +21,6 @@ class Setting:
     quorum: Quorum = Quorum.MAJORITY
     epochs: int = 1_000
     skip_lost: bool = False
-    exact: bool = False
 
     def world(self, trace: Callable[[str], None] | None = None) -> World:
         return World(
@@ -29,7 +28,6 @@ class Setting:
             self.quorum,
             epochs=self.epochs,
             skip_lost=self.skip_lost,
-            exact=self.exact,
             trace=trace,
         )
 
@@ -44,7 +42,7 @@ class Run:
     failure: Exception | None = None
 
 
-def setting_of(seed: int, *, quorum: Quorum = Quorum.MAJORITY, exact: bool = False) -> Setting:
+def setting_of(seed: int, *, quorum: Quorum = Quorum.MAJORITY) -> Setting:
     """2 to 8 peers, small worlds more often; now and then a run that ends, or one that gives lost shards up."""
     rng = random.Random(seed)
     return Setting(
@@ -52,7 +50,6 @@ def setting_of(seed: int, *, quorum: Quorum = Quorum.MAJORITY, exact: bool = Fal
         quorum=quorum,
         epochs=rng.choice([2, 4, 1_000, 1_000, 1_000, 1_000]),
         skip_lost=rng.random() < 0.2,
-        exact=exact,
     )
 
 
@@ -61,11 +58,10 @@ def explore(
     events: int = 300,
     *,
     quorum: Quorum = Quorum.MAJORITY,
-    exact: bool = False,
     settle: bool = True,
 ) -> Run:
     """One random life and its happy end: decisions are drawn until so many events have happened."""
-    setting = setting_of(seed, quorum=quorum, exact=exact)
+    setting = setting_of(seed, quorum=quorum)
     run = Run(setting, setting.world())
     world, decisions = run.world, run.decisions
     weather = Weather(world, random.Random(f"{seed} weather"))

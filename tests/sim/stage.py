@@ -47,7 +47,6 @@ class Stage:
         *,
         epochs: int = 1_000,
         skip_lost: bool = False,
-        exact: bool = False,
         settings: AgreementSettings | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
@@ -65,7 +64,7 @@ class Stage:
         self.resumed = 0
         """... and started again with its vote."""
         self.network = Network()
-        self.detector = Detector(self.network, self._judge, exact=exact)
+        self.detector = Detector(self.network, self._judge)
         self.checker = Checker(one_history=quorum is not Quorum.ANY)
         self.collectives: dict[tuple[bytes, int], Collective] = {}
         self.results: dict[tuple[bytes, int], Model] = {}
@@ -253,7 +252,7 @@ class Stage:
             deaf = word is None or word is before or word.sender != sender
             require(7, deaf, "{} listens to the fenced {}", destination, sender)
 
-    def _judge(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int | None) -> None:
+    def _judge(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int) -> None:
         self.act(host, lambda core, now: core.verdict(other.peer_id, boot, verdict, now, version=version))
 
     def finished(self, host: Host, model: Model) -> None:

@@ -39,6 +39,9 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "courted": st.one_of(st.just(b""), DIGESTS),
     "minted": st.one_of(st.just(b""), DIGESTS),
     "timeout_ms": st.integers(1, 600_000),
+    "promised": st.dictionaries(st.text(max_size=20), COUNTS, max_size=3).map(
+        lambda versions: tuple(sorted(versions.items()))
+    ),
 }
 """Fields of the cores' messages that are checked when they are built."""
 
