@@ -130,9 +130,8 @@ class Run:
         try:
             run_files.save_record(self.folder, record)
         except OSError as error:
-            self.desk.refuse(
-                f"{self.folder}: {error.strerror}; free some disk space and run the command again"
-            )
+            remedy = "free some disk space and run the command again"
+            self.desk.refuse(f"{self.folder}: {error.strerror}; {remedy}")
             return False
         return True
 
@@ -325,8 +324,7 @@ class Run:
         """Write a committed state; on disk the base moves together with it."""
         keep = self.services.settings.checkpoints_kept
         written = await self.keeper.checkpoint(held, self.history, closed=closed, keep=keep)
-        agreement = self.agreement or self._silent
-        if written and agreement is not None:
+        if written and (agreement := self.agreement or self._silent) is not None:
             self.act(agreement.checkpointed(held.ref.lineage, now_ms()))
         return written
 
@@ -397,8 +395,7 @@ class Run:
     @property
     def committed_lineage(self) -> Lineage | None:
         """The newest round that is known to be committed; None before this run has begun to listen."""
-        agreement = self.agreement or self._silent
-        return agreement.committed_lineage if agreement is not None else None
+        return agreement.committed_lineage if (agreement := self.agreement or self._silent) else None
 
     @property
     def history(self) -> bytes:
