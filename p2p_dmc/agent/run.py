@@ -148,7 +148,7 @@ class Run:
     def save_closed(self) -> bool:
         """All have stopped, this peer too: it keeps its vote at the next start. False when the disk refuses."""
         reach("all-stopped")
-        return self._save(self._promises, closed=True)
+        return self._save(self._silent.promises if self._silent else self._promises, closed=True)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
 

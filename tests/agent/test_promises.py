@@ -133,11 +133,13 @@ def test_a_run_tells_what_is_on_disk_before_it_says_more(tmp_path: Path) -> None
 
 
 def test_a_closed_record_knows_of_all_that_was_said(tmp_path: Path) -> None:
-    """What is said after that opens it: at its next start this peer is somebody else."""
+    """What is said after the next start opens it: at the one after that this peer is somebody else."""
     run = Run("r", RunOptions(), surroundings(tmp_path).services)
     core = SimpleNamespace(promises=Promises(n=3, version=8), promise_version=8)
     run.agreement = cast(Agreement, core)
-    run.save_closed()
+    run.fall_silent()
+    assert run.save_closed()
+    run.agreement = cast(Agreement, core)  # as after its next start
     run.act(Ready())
     record = load_record(run.folder)
     assert record is not None and record.closed and record.promises.version == 8
