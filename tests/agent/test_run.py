@@ -72,7 +72,13 @@ def in_a_view_of_two(around: Around) -> Run:
     stopped = Stopped(member=member(1), n=1, withdrawn=True)
     run.agreement = cast(
         Agreement,
-        SimpleNamespace(frozen=False, withdraw=lambda: stopped, history=b"h" * 16, promise_version=0),
+        SimpleNamespace(
+            frozen=False,
+            withdraw=lambda: stopped,
+            history=b"h" * 16,
+            promises=Promises(),
+            promise_version=0,
+        ),
     )
     run.view = view_of([payload(), payload()])
     run.desk.up = True

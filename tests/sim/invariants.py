@@ -135,6 +135,8 @@ class Checker:
                 host = hosts.get(member.peer_id)
                 if host is None or host.core is None or host.boot != member.boot:
                     continue
+                if host.held.ref.lineage == (0, 0):
+                    continue  # it gave up the history, and knows of no round of it
                 require(
                     4,
                     not host.held.descends_from(commit.model),
