@@ -217,6 +217,7 @@ def test_until_somebodys_pace_is_known_all_take_one_step(tau: int) -> None:
     assert local_steps(tau, [pace(before=1000), nothing], 1, two) == (tau, 0)
     said = [pace((4, 1, 90_000), before=1000), pace((16, 1, 90_000), before=16_000)]
     assert [one.expected_us for one in said] == [4000, 1000]
+    assert pace((4, 1, 90_000), (4, 1, 500), before=1000).expected_us == 500  # by now it is measured
     assert [local_steps(tau, said, i, two)[0] for i in range(2)] == [tau, 4 * tau]
     assert [one.speed for one in said] == [1000, 16_000]
 

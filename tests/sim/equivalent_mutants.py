@@ -7,6 +7,9 @@ outlives changes elsewhere and falls out when its condition changes. What is mar
 from __future__ import annotations
 
 _BY_MODULE: dict[str, dict[str, str]] = {
+    "assignment": {
+        "Assignment.consumed: start >= hi [false]": "it only saves time: beyond the cursors a piece is empty",
+    },
     "agreement": {
         "Agreement.complete: view is None [dropped]": "for the type checker: without a view no lineage is expected",
     },
