@@ -143,9 +143,9 @@ def _look(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
     """Say what was found, and plan it."""
     from p2p_dmc.data.seeding import plan_data_sets
 
-    found = _scan(path, options, spool, console)
+    name, found = _name(path, options), _scan(path, options, spool, console)
     cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
-    plans = plan_data_sets(found, name=_name(path, options), mode=options["mode"] or "file", **cutting)
+    plans = plan_data_sets(found, name=name, mode=options["mode"] or "file", **cutting)
     if found.tars:
         how = ", taken as they are" if plans[0].as_they_are else ", cut anew"
         found = dataclasses.replace(found, kind=found.kind + how)
@@ -159,12 +159,12 @@ def _look_for_new(
     """Say what was found, and plan what of it is new."""
     from p2p_dmc.data.appending import plan_versions
 
-    found = _scan(path, options, spool, console)
+    name, found = _name(path, options), _scan(path, options, spool, console)
     console.say(console.scan_line(path, found))
     cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
     cutting["mode"] = None if options["mode"] == "auto" else options["mode"]
     with console.progress("comparing it with what is there") as progress:
-        return plan_versions(found, store, name=_name(path, options), progress=progress, **cutting)
+        return plan_versions(found, store, name=name, progress=progress, **cutting)
 
 
 def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -> Scan:
@@ -176,7 +176,14 @@ def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
 
 
 def _name(path: Path, options: dict[str, Any]) -> str:
-    return str(options["name"] or path.resolve().name)
+    """Asked before anything is read. UserError for what no manifest may say."""
+    from p2p_dmc.data.manifest import HELD_OUT, MAX_NAME_CHARACTERS
+
+    name = str(path.resolve().name if options["name"] is None else options["name"])
+    longest = MAX_NAME_CHARACTERS - (len(HELD_OUT) if options["val_fraction"] is not None else 0)
+    if not 1 <= len(name) <= longest or not name.isprintable():
+        raise UserError(f"data set name {name!r:.300}: give --name with 1 to {longest} printable characters")
+    return name
 
 
 def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:

@@ -15,9 +15,9 @@ from itertools import accumulate
 
 from p2p_dmc.data.found import Samples, Scan, ScannedSample, key_of
 from p2p_dmc.data.index import SampleEntry, ShardIndex, decode_key
-from p2p_dmc.data.manifest import Manifest, Mode
+from p2p_dmc.data.manifest import HELD_OUT, Manifest, Mode
 from p2p_dmc.data.samples import read_index
-from p2p_dmc.data.seeding import HELD_OUT, SEED, Plan, split
+from p2p_dmc.data.seeding import SEED, Plan, split
 from p2p_dmc.data.sharding import MaxShardSize, Order, auto_limit, plan_shards
 from p2p_dmc.data.sources import Sources
 from p2p_dmc.data.spill import Log, sort_records

@@ -73,6 +73,20 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        (
+            f"seed-dataset nowhere --name {'n' * 129}",
+            r"data set name 'n+': give --name with 1 to 128 printable",
+        ),
+        (
+            f"seed-dataset tiny --val-fraction .5 --name {'n' * 125}",
+            r"'n+': give --name with 1 to 124 printable",
+        ),
+        ("seed-dataset tiny --name \x07 --dry-run", r"data set name '\\x07': give --name"),
+        ("seed-dataset /", r"data set name '': give --name"),
+        (
+            "seed-dataset tiny --val-fraction 1e-9",
+            r"1e-09: none of 40 samples would be held out, going by their keys",
+        ),
         ("seed-dataset nowhere", r"'nowhere': No such file or directory; give an existing folder"),
         ("seed-dataset empty", r"'empty': no samples found .*; check the path and --include"),
         ("seed-dataset tiny --include *.jpg", r"'tiny': no samples found .* 40 not matching --include"),
@@ -142,6 +156,10 @@ def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
         ("seed-dataset tiny --listen 7400", "'7400' is not an address; write tcp://HOST:PORT"),
         ("seed-dataset tiny --join tcp://127.0.0.1:7400,here", "'here' is not an address"),
         ("seed-dataset tiny --replicas 0", "0 is not in the range"),
+        ("seed-dataset tiny --val-fraction 0", "'0' is not between 0 and 1; write for example 0.1"),
+        ("seed-dataset tiny --val-fraction nan", "'nan' is not between 0 and 1"),
+        ("seed-dataset tiny --val-fraction 1", "'1' is not between 0 and 1"),
+        ("seed-dataset tiny --val-fraction half", "'half' is not between 0 and 1"),
         ("seed-dataset tiny --domain rack:1", "'rack:1' is not a name like rack1"),
         ("join --checkpoint-every soon tcp://127.0.0.1:1 train.py", "'soon' is not a time; write 30s, 5m or 1h"),
         ("join tcp://127.0.0.1:1 --name x train.py", "'--name' is no option of join; join's options come before SEED"),
