@@ -301,6 +301,18 @@ def test_a_home_has_one_agent(cluster: Cluster, folder: Path) -> None:
         assert seed.address in line and "another --home" in line
 
 
+def test_a_data_set_that_nobody_has_is_waited_for_with_the_remedy(cluster: Cluster, folder: Path) -> None:
+    seed = cluster.seed(folder / "tiny")
+    script = folder / "misspelt.py"
+    script.write_text((folder / "train.py").read_text().replace("'tiny'", "{'tiny': 1, 'tyni': 2}"))
+    peer = cluster.join("a", seed, script=script)
+    said = (
+        "waiting for data set 'tyni', which no peer has that is in contact; known so far: tiny (seed it, or Ctrl-C and "
+        "correct the name)\n"
+    )
+    cluster.wait(lambda: said in peer.said(), "it says what it waits for")
+
+
 def test_seeding_the_same_files_again_is_the_same_data_set(cluster: Cluster, folder: Path) -> None:
     first, again = (seeded(cluster, folder) for _ in range(2))
     assert first["samples"] == 40 and first["fields"] == ["bin"] and first["dataset"] == again["dataset"]
