@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.client import NoAnswerError, ask
+from p2p_dmc.agent.completing import complete
 from p2p_dmc.agent.home import Home
 from p2p_dmc.agent.rehearsal import known_peers, say_plan
 from p2p_dmc.agent.terminal import (
@@ -24,6 +25,7 @@ from p2p_dmc.agent.terminal import (
 )
 from p2p_dmc.config import format_size
 from p2p_dmc.core.membership import Role
+from p2p_dmc.data.manifest import HELD_OUT, MAX_NAME_CHARACTERS
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.console import Console
 from p2p_dmc.observe.narrator import plural
@@ -49,8 +51,6 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
         network = network_options(options["listen"], options["advertise"], options["insecure"], console)
         log_to(home, debug)
         seeds = parse_seeds(options["seed"])
-        manifests, new = _shard(home, path, options, console)
-        is_newcomer = bool(seeds or home.known_peers())
         agent_options = AgentOptions(
             home=home.root,
             name=options["peer_name"] or socket.gethostname(),
@@ -63,6 +63,12 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             stays=not options["leave_when_replicated"],
             **network,
         )
+        if options["append"]:
+            name = _name(path, options)
+            held_out = [f"{name}{HELD_OUT}"] if options["val_fraction"] is not None else []
+            complete([name, *held_out], agent_options, home, console)
+        manifests, new = _shard(home, path, options, console)
+        is_newcomer = bool(seeds or home.known_peers())
 
         async def work(agent: Agent) -> int:
             for manifest in manifests:
@@ -177,8 +183,6 @@ def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
 
 def _name(path: Path, options: dict[str, Any]) -> str:
     """Asked before anything is read. UserError for what no manifest may say."""
-    from p2p_dmc.data.manifest import HELD_OUT, MAX_NAME_CHARACTERS
-
     name = str(path.resolve().name if options["name"] is None else options["name"])
     longest = MAX_NAME_CHARACTERS - (len(HELD_OUT) if options["val_fraction"] is not None else 0)
     if not 1 <= len(name) <= longest or not name.isprintable():
@@ -240,9 +244,11 @@ def _refuse_taken_names(manifests: list[Manifest], seeds: tuple[str, ...]) -> No
             is_same = theirs == manifest.digest.hex()
             follows = other["first"] == manifest.first.hex() and other["generation"] != manifest.generation
             if other["name"] == manifest.name and not is_same and not follows:
+                is_version = other["first"] == manifest.first.hex()
+                remedy = "append again, to theirs" if is_version else "seed this one under another --name"
                 raise NameTakenError(
                     f"{manifest.name!r} is data set {theirs} of the peers at {', '.join(seeds)}, and "
-                    f"{manifest.digest.hex()} here; seed this one under another --name"
+                    f"{manifest.digest.hex()} here; {remedy}"
                 )
 
 
