@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -183,7 +184,7 @@ def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
 
 def _name(path: Path, options: dict[str, Any]) -> str:
     """Asked before anything is read. UserError for what no manifest may say."""
-    name = str(path.resolve().name if options["name"] is None else options["name"])
+    name = os.path.basename(os.path.realpath(path)) if options["name"] is None else str(options["name"])
     longest = MAX_NAME_CHARACTERS - (len(HELD_OUT) if options["val_fraction"] is not None else 0)
     if not 1 <= len(name) <= longest or not name.isprintable():
         raise UserError(f"data set name {name!r:.300}: give --name with 1 to {longest} printable characters")

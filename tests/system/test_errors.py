@@ -82,6 +82,10 @@ def free_port() -> int:
             r"'n+': give --name with 1 to 124 printable",
         ),
         ("seed-dataset tiny --name \x07 --dry-run", r"data set name '\\x07': give --name"),
+        (
+            "seed-dataset circle",
+            r"'circle': Too many levels of symbolic links; give an existing folder or file",
+        ),
         ("seed-dataset /", r"data set name '': give --name"),
         (
             "seed-dataset tiny --val-fraction 1e-9",
@@ -131,6 +135,7 @@ def free_port() -> int:
 def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
     (folder / "empty").mkdir()
     (folder / "many").mkdir()
+    (folder / "circle").symlink_to("circle")
     for number in range(17):
         (folder / "many" / f"a.{number}").write_text("x")
     with taken_port() as taken:
