@@ -315,10 +315,11 @@ class DataService:
         """A peer wants to give copies up, or lets this one; RemoteProtocolError when it makes no sense."""
         self._repairing.heard(sender, message)
 
-    def _name_clash(self, mine: Manifest, said: Holdings) -> None:
+    def _name_clash(self, mine: Manifest, said: Holdings, *, are_versions: bool) -> None:
+        remedy = "append to the other one again" if are_versions else "seed one of them under another --name"
         line = (
             f"two data sets are named {said.name!r}: {mine.digest.hex()[:12]} here and {said.dataset.hex()[:12]} "
-            "elsewhere; seed one of them under another --name"
+            f"elsewhere; {remedy}"
         )
         self.conflicting.add(mine.digest)
         if self.conflict != line:
@@ -336,7 +337,7 @@ class DataService:
             if len(self._refused) == MOST_REFUSED:
                 self._refused.clear()  # they are fetched once more
             self._refused.add(said.dataset)
-            self._name_clash(clash, said)
+            self._name_clash(clash, said, are_versions=clash.first == manifest.first)
             return
         self.store.add_manifest(manifest)
         known = self._known[said.dataset] = Known(manifest=manifest)

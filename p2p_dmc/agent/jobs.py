@@ -323,7 +323,8 @@ class Jobs:
                 self._agent.say(
                     f"waiting for the first shards of data set {name!r}"
                     if manifest is not None
-                    else f"waiting for data set {name!r}; known so far: {known}"
+                    else f"waiting for data set {name!r}, which no peer has that is in contact; known so far: {known} "
+                    "(seed it, or Ctrl-C and correct the name)"
                 )
             await asyncio.sleep(0.05)
         path = self._agent.home.store_root / manifest.digest.hex() / "manifest.msgpack"

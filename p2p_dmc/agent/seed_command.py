@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.client import NoAnswerError, ask
+from p2p_dmc.agent.completing import complete
 from p2p_dmc.agent.home import Home
 from p2p_dmc.agent.rehearsal import known_peers, say_plan
 from p2p_dmc.agent.terminal import (
@@ -24,6 +26,7 @@ from p2p_dmc.agent.terminal import (
 )
 from p2p_dmc.config import format_size
 from p2p_dmc.core.membership import Role
+from p2p_dmc.data.manifest import HELD_OUT, MAX_NAME_CHARACTERS
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.console import Console
 from p2p_dmc.observe.narrator import plural
@@ -49,8 +52,6 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
         network = network_options(options["listen"], options["advertise"], options["insecure"], console)
         log_to(home, debug)
         seeds = parse_seeds(options["seed"])
-        manifests, new = _shard(home, path, options, console)
-        is_newcomer = bool(seeds or home.known_peers())
         agent_options = AgentOptions(
             home=home.root,
             name=options["peer_name"] or socket.gethostname(),
@@ -63,6 +64,12 @@ def seed_dataset(*, path: Path, debug: bool, as_json: bool, **options: Any) -> i
             stays=not options["leave_when_replicated"],
             **network,
         )
+        if options["append"]:
+            name = _name(path, options)
+            held_out = [f"{name}{HELD_OUT}"] if options["val_fraction"] is not None else []
+            complete([name, *held_out], agent_options, home, console)
+        manifests, new = _shard(home, path, options, console)
+        is_newcomer = bool(seeds or home.known_peers())
 
         async def work(agent: Agent) -> int:
             for manifest in manifests:
@@ -143,9 +150,9 @@ def _look(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
     """Say what was found, and plan it."""
     from p2p_dmc.data.seeding import plan_data_sets
 
-    found = _scan(path, options, spool, console)
+    name, found = _name(path, options), _scan(path, options, spool, console)
     cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
-    plans = plan_data_sets(found, name=_name(path, options), mode=options["mode"] or "file", **cutting)
+    plans = plan_data_sets(found, name=name, mode=options["mode"] or "file", **cutting)
     if found.tars:
         how = ", taken as they are" if plans[0].as_they_are else ", cut anew"
         found = dataclasses.replace(found, kind=found.kind + how)
@@ -159,12 +166,12 @@ def _look_for_new(
     """Say what was found, and plan what of it is new."""
     from p2p_dmc.data.appending import plan_versions
 
-    found = _scan(path, options, spool, console)
+    name, found = _name(path, options), _scan(path, options, spool, console)
     console.say(console.scan_line(path, found))
     cutting = {one: options[one] for one in ("max_shard_size", "order", "val_fraction")}
     cutting["mode"] = None if options["mode"] == "auto" else options["mode"]
     with console.progress("comparing it with what is there") as progress:
-        return plan_versions(found, store, name=_name(path, options), progress=progress, **cutting)
+        return plan_versions(found, store, name=name, progress=progress, **cutting)
 
 
 def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -> Scan:
@@ -176,7 +183,12 @@ def _scan(path: Path, options: dict[str, Any], spool: Spool, console: Console) -
 
 
 def _name(path: Path, options: dict[str, Any]) -> str:
-    return str(options["name"] or path.resolve().name)
+    """Asked before anything is read. UserError for what no manifest may say."""
+    name = os.path.basename(os.path.realpath(path)) if options["name"] is None else str(options["name"])
+    longest = MAX_NAME_CHARACTERS - (len(HELD_OUT) if options["val_fraction"] is not None else 0)
+    if not 1 <= len(name) <= longest or not name.isprintable():
+        raise UserError(f"data set name {name!r:.300}: give --name with 1 to {longest} printable characters")
+    return name
 
 
 def _dry_run(path: Path, options: dict[str, Any], as_json: bool) -> int:
@@ -233,9 +245,11 @@ def _refuse_taken_names(manifests: list[Manifest], seeds: tuple[str, ...]) -> No
             is_same = theirs == manifest.digest.hex()
             follows = other["first"] == manifest.first.hex() and other["generation"] != manifest.generation
             if other["name"] == manifest.name and not is_same and not follows:
+                is_version = other["first"] == manifest.first.hex()
+                remedy = "append again, to theirs" if is_version else "seed this one under another --name"
                 raise NameTakenError(
                     f"{manifest.name!r} is data set {theirs} of the peers at {', '.join(seeds)}, and "
-                    f"{manifest.digest.hex()} here; seed this one under another --name"
+                    f"{manifest.digest.hex()} here; {remedy}"
                 )
 
 

@@ -15,9 +15,9 @@ from itertools import accumulate
 
 from p2p_dmc.data.found import Samples, Scan, ScannedSample, key_of
 from p2p_dmc.data.index import SampleEntry, ShardIndex, decode_key
-from p2p_dmc.data.manifest import Manifest, Mode
+from p2p_dmc.data.manifest import HELD_OUT, Manifest, Mode
 from p2p_dmc.data.samples import read_index
-from p2p_dmc.data.seeding import HELD_OUT, SEED, Plan, split
+from p2p_dmc.data.seeding import SEED, Plan, split
 from p2p_dmc.data.sharding import MaxShardSize, Order, auto_limit, plan_shards
 from p2p_dmc.data.sources import Sources
 from p2p_dmc.data.spill import Log, sort_records
@@ -65,7 +65,8 @@ def _base(store: Store, name: str, mode: Mode | None, progress: Progress) -> Man
     base = store.by_name(name)
     if base is None:
         raise UserError(
-            f"--append: no data set {name!r} in {str(store.root)!r}; seed it without --append first, or give its --name"
+            f"--append: no data set {name!r} in {str(store.root)!r}; seed it without --append first, give its "
+            "--name, or --join SEED of the peers that have it"
         )
     if mode is not None and mode != base.mode:
         raise UserError(f"--mode {mode}: {name!r} was made with --mode {base.mode}; leave the option out")
@@ -75,7 +76,8 @@ def _base(store: Store, name: str, mode: Mode | None, progress: Progress) -> Man
             missing = len(base.shards) - len(store.holdings(base.digest))
             raise UserError(
                 f"--append compares the input with what is there, and {missing} of {len(base.shards)} shards of "
-                f"{name!r} are not in {str(store.root)!r}, or damaged; append in the home that seeded it"
+                f"{name!r} are not in {str(store.root)!r}, or damaged; with --join SEED they are fetched from the "
+                "peers that have them"
             )
     return base
 

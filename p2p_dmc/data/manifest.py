@@ -41,6 +41,8 @@ DIGEST_BYTES = 16
 # Bounds on what a manifest may say. They are generous for data and tight against nonsense.
 MAX_MANIFEST_BYTES = 1 << 26
 MAX_NAME_CHARACTERS = 128
+HELD_OUT = "-val"
+"""What the name of a data set of held-out samples adds to that of theirs."""
 MAX_SHARDS = 1 << 20
 MAX_CLASSES = 1 << 16
 MAX_SHARD_BYTES = 1 << 40

@@ -11,13 +11,12 @@ import xxhash
 
 from p2p_dmc.data.found import Scan, group_of
 from p2p_dmc.data.index import decode_key, encode_key
-from p2p_dmc.data.manifest import Manifest, Mode
+from p2p_dmc.data.manifest import HELD_OUT, Manifest, Mode
 from p2p_dmc.data.sharding import Order, Shard, plan_shards, settle_mode, taken_as_they_are
 from p2p_dmc.data.store import Store
 from p2p_dmc.data.writing import Progress, write_shards
 from p2p_dmc.errors import UserError
 
-HELD_OUT = "-val"
 SEED = 0
 DEFAULT_REPLICAS = 2
 _HELD_OUT_SALT = b"held out\0"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from p2p_dmc.data.manifest import Manifest
+from p2p_dmc.data.manifest import HELD_OUT, Manifest
 from p2p_dmc.data.mixture import Mixture, Part
 from p2p_dmc.data.proportions import check_weights, passes_for
 from p2p_dmc.errors import UserError
@@ -32,6 +32,7 @@ def mixture_meant(
     if repeat is None:
         check_weights(given, tolerance)
     manifests = {text: manifest_of(text) for text in sorted(given)}
+    _refuse_held_out({manifest.name for manifest in manifests.values()})
     passes = (
         given
         if repeat is not None
@@ -41,6 +42,16 @@ def mixture_meant(
     if mixture.is_mixed:
         print(described(mixture), file=sys.stderr, flush=True)
     return mixture
+
+
+def _refuse_held_out(names: set[str]) -> None:
+    """What was held out of a data set is there to tell how well the rest of it was learnt."""
+    for name in sorted(names):
+        if f"{name}{HELD_OUT}" in names:
+            raise UserError(
+                f"data set {name + HELD_OUT!r} is what was held out of {name!r}, and both are in the mixture; leave "
+                "one of them out, or seed all of it under another --name without --val-fraction"
+            )
 
 
 def _named(given: object) -> dict[str, Any]:

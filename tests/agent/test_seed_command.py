@@ -109,7 +109,11 @@ def test_versions_of_one_data_set_do_not_take_each_others_name(
 
     monkeypatch.setattr(seed_command, "ask", ask)
     if is_taken:
-        with pytest.raises(NameTakenError, match=f"'tree' is data set {facts['dataset']} of the peers at"):
+        remedy = (
+            "append again, to theirs" if facts["first"] == digest else "seed this one under another --name"
+        )
+        said = f"'tree' is data set {facts['dataset']} of the peers at .* here; {remedy}"
+        with pytest.raises(NameTakenError, match=said):
             seed_command._refuse_taken_names([mine], ("tcp://127.0.0.1:1",))
     else:
         seed_command._refuse_taken_names([mine], ("tcp://127.0.0.1:1",))

@@ -156,7 +156,8 @@ def test_what_cannot_be_appended_to(tmp_path: Path) -> None:
     with store.path(first.digest, 1).open("r+b") as file:
         file.write(b"damage")
     with pytest.raises(
-        UserError, match=r"1 of \d+ shards of 'small' are not in .*, or damaged; append in the home"
+        UserError,
+        match=r"1 of \d+ shards of 'small' are not in .*, or damaged; with --join SEED they are fetched",
     ):
         append(tree, store)
 

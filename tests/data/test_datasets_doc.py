@@ -13,10 +13,10 @@ from p2p_dmc.cli import main
 from p2p_dmc.core.braids import INTERLEAVED
 from p2p_dmc.data.formats import CLASS, FORMATS
 from p2p_dmc.data.index import MAX_KEY_BYTES
+from p2p_dmc.data.manifest import HELD_OUT
 from p2p_dmc.data.mixture import MAX_PARTS, MAX_PASSES, SHARDS
 from p2p_dmc.data.proportions import TOLERANCE
 from p2p_dmc.data.readers.base import COMPRESSIONS, PICKLES
-from p2p_dmc.data.seeding import HELD_OUT
 from p2p_dmc.train.mixing import described
 from tests.data.test_mixture import MIXED
 

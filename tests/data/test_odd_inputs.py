@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 import subprocess
 import sys
 import tarfile
@@ -217,6 +218,64 @@ except UserError as error:
             done = subprocess.run(words, capture_output=True, text=True, cwd="/")
             locked.chmod(mode)
             assert repr(str(locked)) in done.stdout and "denied" in done.stdout, done
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"x.jsonl": b'{"n": 1}\n{"n": 2}\n{"n": '}, r"x\.jsonl': not whole, or no JSON lines"),
+        ({"x.jsonl": b""}, r"x\.jsonl': JSONL without a sample"),
+        ({"x.parquet": b""}, r"x\.parquet': (not whole, or no Parquet|reading it needs pyarrow)"),
+        ({"x.csv": b"a,b\n"}, r"x\.csv': CSV without a sample"),
+        ({"x.csv": "a,b\n1,2\n".encode("utf-16")}, r"x\.csv': not whole, or no CSV in UTF-8"),
+        ({"x.tar": b""}, r"x\.tar': not whole, or no tar"),
+        ({"x.npz": b""}, r"x\.npz': not whole, or no \.npz"),
+        (
+            {"x.bin": bytes(7), "x.json": b'{"dtype": "uint16", "block": 2}'},
+            r"7 bytes are no whole number of uint16",
+        ),
+        (
+            {"x.bin": bytes(8), "x.json": b'{"dtype": "uint16"}'},
+            r"x\.json': a block of None tokens; say a number",
+        ),
+        (
+            {"x.bin": bytes(8), "x.json": b'{"dtype": "uint16", "documents": []}'},
+            r"x\.json': no documents, and 4 tokens; say where they begin",
+        ),
+        (
+            {"x.bin": bytes(8), "x.json": b'{"dtype": "uint16", "documents": "d.npy"}'},
+            r"/d\.npy': No such file",
+        ),
+        (
+            {
+                "x.bin": bytes(9),
+                "x.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 4, 0, 0, 1),
+            },
+            r"x\.bin': 9 bytes, more than its index says; copy both again",
+        ),
+    ],
+)
+def test_what_is_cut_short_or_empty_is_named(tmp_path: Path, files: dict[str, bytes], said: str) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=said) as refused:
+        scan(tmp_path / next(iter(files)))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.csv", b"\xef\xbb\xbfn\r\n1\r\n2\r\n"),
+        ("x.jsonl", b'\xef\xbb\xbf{"n": "1"}\r\n\r\n{"n": "2"}\r\n'),
+    ],
+)
+def test_marks_of_byte_order_and_line_ends_of_windows_are_no_part_of_a_row(
+    tmp_path: Path, name: str, data: bytes
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    _, samples = take(tmp_path / name, tmp_path)
+    assert sorted(sample["json"] for sample in samples.values()) == [b'{"n": "1"}', b'{"n": "2"}']
 
 
 # -- many ---------------------------------------------------------------------------------------------------------

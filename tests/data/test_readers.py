@@ -67,10 +67,10 @@ def test_jsonl(tmp_path: Path, ending: str) -> None:
 def test_lines_are_carried_as_they_are(tmp_path: Path) -> None:
     """Whatever ends them; blank ones are passed over; the last one needs no end, and a byte order mark is none."""
     path = tmp_path / "odd.ndjson"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  {"b":  [2]}  \n \n"three"\n{"half": ')
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  {"b":  [2]}  \n \n"three"\n{"no": "end"}')
     _, samples = take(path, tmp_path)
     assert [samples[key]["json"] for key in sorted(samples)] == [
-        *(b'{"a": 1}', b'{"b":  [2]}', b'"three"', b'{"half":')
+        *(b'{"a": 1}', b'{"b":  [2]}', b'"three"', b'{"no": "end"}')
     ]
     assert scan(path).skipped.unused == 2
 

@@ -73,6 +73,24 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        (
+            f"seed-dataset nowhere --name {'n' * 129}",
+            r"data set name 'n+': give --name with 1 to 128 printable",
+        ),
+        (
+            f"seed-dataset tiny --val-fraction .5 --name {'n' * 125}",
+            r"'n+': give --name with 1 to 124 printable",
+        ),
+        ("seed-dataset tiny --name \x07 --dry-run", r"data set name '\\x07': give --name"),
+        (
+            "seed-dataset circle",
+            r"'circle': Too many levels of symbolic links; give an existing folder or file",
+        ),
+        ("seed-dataset /", r"data set name '': give --name"),
+        (
+            "seed-dataset tiny --val-fraction 1e-9",
+            r"1e-09: none of 40 samples would be held out, going by their keys",
+        ),
         ("seed-dataset nowhere", r"'nowhere': No such file or directory; give an existing folder"),
         ("seed-dataset empty", r"'empty': no samples found .*; check the path and --include"),
         ("seed-dataset tiny --include *.jpg", r"'tiny': no samples found .* 40 not matching --include"),
@@ -117,6 +135,7 @@ def free_port() -> int:
 def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
     (folder / "empty").mkdir()
     (folder / "many").mkdir()
+    (folder / "circle").symlink_to("circle")
     for number in range(17):
         (folder / "many" / f"a.{number}").write_text("x")
     with taken_port() as taken:
@@ -142,6 +161,10 @@ def test_a_mistake_is_one_line(folder: Path, command: str, says: str) -> None:
         ("seed-dataset tiny --listen 7400", "'7400' is not an address; write tcp://HOST:PORT"),
         ("seed-dataset tiny --join tcp://127.0.0.1:7400,here", "'here' is not an address"),
         ("seed-dataset tiny --replicas 0", "0 is not in the range"),
+        ("seed-dataset tiny --val-fraction 0", "'0' is not between 0 and 1; write for example 0.1"),
+        ("seed-dataset tiny --val-fraction nan", "'nan' is not between 0 and 1"),
+        ("seed-dataset tiny --val-fraction 1", "'1' is not between 0 and 1"),
+        ("seed-dataset tiny --val-fraction half", "'half' is not between 0 and 1"),
         ("seed-dataset tiny --domain rack:1", "'rack:1' is not a name like rack1"),
         ("join --checkpoint-every soon tcp://127.0.0.1:1 train.py", "'soon' is not a time; write 30s, 5m or 1h"),
         ("join tcp://127.0.0.1:1 --name x train.py", "'--name' is no option of join; join's options come before SEED"),
@@ -281,6 +304,18 @@ def test_a_home_has_one_agent(cluster: Cluster, folder: Path) -> None:
         name, *rest = command.split()
         line = one_line(dmc_peer(folder, name, "--home", str(seed.home), *rest))
         assert seed.address in line and "another --home" in line
+
+
+def test_a_data_set_that_nobody_has_is_waited_for_with_the_remedy(cluster: Cluster, folder: Path) -> None:
+    seed = cluster.seed(folder / "tiny")
+    script = folder / "misspelt.py"
+    script.write_text((folder / "train.py").read_text().replace("'tiny'", "{'tiny': 1, 'tyni': 2}"))
+    peer = cluster.join("a", seed, script=script)
+    said = (
+        "waiting for data set 'tyni', which no peer has that is in contact; known so far: tiny (seed it, or Ctrl-C and "
+        "correct the name)\n"
+    )
+    cluster.wait(lambda: said in peer.said(), "it says what it waits for")
 
 
 def test_seeding_the_same_files_again_is_the_same_data_set(cluster: Cluster, folder: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from p2p_dmc.agent.run_files import load_run
-from tests.system.cluster import Cluster, Peer, write_samples
+from tests.system.cluster import ANY_PORT, Cluster, Peer, write_samples
 from tests.system.conftest import SAMPLES
 from tests.system.scenario import START_S, arguments, finish, start, train_together
 
@@ -53,3 +53,30 @@ def test_a_run_keeps_to_its_version_and_the_next_takes_the_newer_one(cluster: Cl
     after = cluster.join("d", seed, *arguments(cluster, epochs=1), options=["--run", "next"])
     cluster.ended([after])
     assert trains_on(after, "next") == new[:12]
+
+
+def test_what_the_home_lacks_is_fetched_first(cluster: Cluster, data: Path) -> None:
+    """By a home that has nothing at all, then by the one that seeded it, whose version is not the newest any more."""
+    seed = cluster.seed(data)
+    keeper = cluster.peer("keeper")
+    keeper.start(["join", "--home", str(keeper.home), "--listen", ANY_PORT, seed.address])
+    cluster.listening(keeper)
+    shards = len(list(seed.home.glob("store/*/shards/*.tar")))
+    cluster.wait(lambda: len(list(keeper.home.glob("store/*/shards/*.tar"))) == shards, "all is there twice")
+    [old] = digests(seed)
+    seed.interrupt()
+    cluster.ended([seed])
+
+    write_samples(data, SAMPLES + 60)
+    fresh = cluster.seed(data, "--append", "--join", keeper.address, name="fresh")
+    cluster.wait(lambda: "serving at" in fresh.said(), "it has appended")
+    assert f"{shards} shards of data set 'tiny' to be fetched for the comparison" in fresh.said()
+    assert f"60 new samples for data set 'tiny', whose newest version is {old[:12]}" in fresh.said()
+    [newer] = digests(fresh) - {old}
+    cluster.wait(lambda: newer in digests(keeper), "the keeper knows it")
+
+    write_samples(data, SAMPLES + 61)
+    seed.start([*seed.arguments, "--append"])
+    cluster.wait(lambda: "serving at" in seed.said(), "the other home has appended")
+    assert f"1 new sample for data set 'tiny', whose newest version is {newer[:12]}" in seed.said()
+    assert not any(peer.events("name_clash") for peer in (seed, keeper, fresh))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -191,7 +192,8 @@ def test_a_decoder_that_raises_names_the_data_set(
 
 # -- what may be written ----------------------------------------------------------------------------------------------
 
-SETS = {"web": WEB, "code": CODE, "web@abcd": WEB}
+WEB_VAL = dataclasses.replace(CODE, name="web-val")
+SETS = {"web": WEB, "code": CODE, "web@abcd": WEB, "web-val": WEB_VAL, "held": WEB_VAL}
 
 
 def meant(name: Any = None, repeat: Any = None, tolerance: Any = 0.01) -> Mixture:
@@ -225,6 +227,10 @@ def test_a_weight_that_is_none_is_said_before_anything_is_waited_for() -> None:
         mixture_meant({"code": 1, "web": -1}, None, 0.01, never)
 
 
+def test_what_was_held_out_of_something_else_can_be_mixed() -> None:
+    assert meant(repeat={"web-val": 1, "code": 1}) == Mixture((Part(WEB_VAL, 1), Part(CODE, 1)))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -239,6 +245,14 @@ def test_a_weight_that_is_none_is_said_before_anything_is_waited_for() -> None:
         (
             {"repeat": {"web": 1, "web@abcd": 1}},
             "data set 'web' is in the mixture twice; name one version of it",
+        ),
+        (
+            {"name": {"web": 0.9, "code": 1, "web-val": 0.1}},
+            "data set 'web-val' is what was held out of 'web', and",
+        ),
+        (
+            {"repeat": {"held": 1, "web@abcd": 1}},
+            "leave one of them out, or seed all of it under another --name",
         ),
     ],
 )

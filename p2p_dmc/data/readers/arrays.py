@@ -170,6 +170,10 @@ def read_tokens(given: Input) -> Iterator[Record]:
                     yield given.row_key(entry, row), [one]
                     row += 1
                 start = stop
+            if max(start, 0) * dtype.itemsize != entry.size:
+                raise UserError(
+                    f"{entry.path!r}: {entry.size} bytes, more than its index says; copy both again"
+                )
 
 
 def _megatron(index: Path) -> tuple[np.dtype[Any], Iterator[_Bounds]]:
@@ -223,13 +227,15 @@ def _documents(entry: Entry) -> tuple[np.dtype[Any], Iterator[_Bounds]]:
     if rest:
         raise UserError(f"{entry.path!r}: {entry.size} bytes are no whole number of {dtype}; mend {path!r}")
     if "documents" not in said:
-        block = said["block"]
+        block = said.get("block")
         if type(block) is not int or block < 1:
-            raise UserError(f"{path!r}: a block of {block!r} tokens; say a number above 0")
+            raise UserError(f"{path!r}: a block of {block!r} tokens; say a number above 0, or documents")
         return dtype, _ascending(range(0, tokens, block), tokens, path)
     documents = said["documents"]
     if isinstance(documents, str):
-        documents = np.load(Path(entry.path).parent / Path(documents).name, mmap_mode="r", allow_pickle=False)
+        beside = str(Path(entry.path).parent / Path(documents).name)
+        with malformed(beside, ".npy"):
+            documents = np.load(beside, mmap_mode="r", allow_pickle=False)
         documents = documents.reshape(-1)
     return dtype, _ascending(documents, tokens, path)
 
@@ -245,5 +251,9 @@ def _ascending(documents: Sequence[int] | _Bounds, tokens: int, path: str) -> It
             )
         last = int(some[-1])
         yield some
+    if last < 0 and tokens:
+        raise UserError(
+            f"{path!r}: no documents, and {tokens} tokens; say where they begin, counted in tokens"
+        )
     if last != tokens:
         yield np.array([tokens], dtype=np.int64)

@@ -19,11 +19,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_jsonl(given: Input) -> Iterator[Record]:
-    """Blank lines are passed over; of the others the first of each file is parsed, to know it for JSON."""
+    """Blank lines are passed over; of the others a file's first and last are parsed: it is JSON, and whole."""
     for entry in given.entries:
         is_plain = not entry.path.lower().endswith(COMPRESSIONS)
         with malformed(entry.path, "JSON lines"), given.open(entry) as stream:
-            row = 0
+            row, last = 0, b""
             for offset, line in _lines(stream, entry):
                 start = len(line) - len(line.lstrip())
                 text = line.strip()
@@ -32,6 +32,7 @@ def read_jsonl(given: Input) -> Iterator[Record]:
                     continue
                 if row == 0:
                     json.loads(text)
+                last = text
                 one = (
                     FileField(JSON, entry.path, len(text), offset + start)
                     if is_plain
@@ -39,6 +40,8 @@ def read_jsonl(given: Input) -> Iterator[Record]:
                 )
                 yield given.row_key(entry, row), [one]
                 row += 1
+            if row > 1:
+                json.loads(last)
 
 
 def _lines(stream: IO[bytes], entry: Entry) -> Iterator[tuple[int, bytes]]:
