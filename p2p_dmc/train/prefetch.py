@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from p2p_dmc.train.leases import Batch
-from p2p_dmc.train.source import Outcome, Source, WorkerStart, add_note
+from p2p_dmc.train.shared_buffers import SharedBuffers
+from p2p_dmc.train.source import Outcome, Source, Task, WorkerStart, add_note
 from p2p_dmc.train.worker_watch import WorkerWatch
 
 DEATH_S = 1.0
@@ -71,6 +72,7 @@ class Pipe:
         self._asked: deque[Batch | None] = deque()
         self._coming: deque[Batch] = deque()
         self._returned: Iterator[Outcome | None] | None = None
+        self._buffers: SharedBuffers | None = None
         self._watch = WorkerWatch()
         self._alone = 0  # so many batches are still made one after the other
         self._last_death: int | None = None
@@ -146,6 +148,9 @@ class Pipe:
         )
         if end is not None:
             end()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
         self._watch.end()
         self._asked.clear()
         self._coming.clear()
@@ -179,6 +184,7 @@ class Pipe:
             multiprocessing_context=settings.multiprocessing_context,
             generator=own,
         )
+        self._buffers = SharedBuffers(self.depth) if self.depth else None
         self._watch.begin()
         returned = iter(loader)
         self._watch.started()
@@ -190,11 +196,13 @@ class Pipe:
         said = repr((self._source.seed, self._salt, first.epoch, first.pieces)).encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "little")
 
-    def next_task(self) -> Batch | None:
+    def next_task(self) -> Task | None:
         """What torch is to do next."""
-        task = self._coming.popleft() if self._coming else None
-        self._asked.append(task)
-        return task
+        batch = self._coming.popleft() if self._coming else None
+        self._asked.append(batch)
+        if batch is None:
+            return None
+        return batch, None if self._buffers is None else self._buffers.lend()
 
 
 class WorkerDied(RuntimeError):
@@ -218,7 +226,7 @@ class _Tasks:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
 
-    def __iter__(self) -> Iterator[Batch | None]:
+    def __iter__(self) -> Iterator[Task | None]:
         while True:
             yield self._pipe.next_task()
 

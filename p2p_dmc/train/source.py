@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from p2p_dmc.core.ledger import sample_permutation
 from p2p_dmc.data.disk import shard_path
@@ -25,6 +25,7 @@ from p2p_dmc.data.mixture import Mixture
 from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
 from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.processes import die_with_parent
+from p2p_dmc.train.shared_buffers import Desk, Loan, Parcel
 
 Decode = Callable[[Sample], Any]
 Collate = Callable[[list[Any]], Any]
@@ -36,6 +37,8 @@ Outcome = tuple[str, Any, tuple[int, ...], tuple[str, ...]]
 DATA: what ``collate`` returned; which samples were skipped, as places in the batch; the first of them in words.
 NOTHING: all were skipped. MISSING: a shard's number. FAILED: a `Failure`.
 """
+Task = tuple[Batch, Loan | None]
+"""A batch to make, and the buffer for it."""
 MOST_NAMED = 3
 PARENT_LOOK_S = 0.5
 
@@ -52,19 +55,32 @@ class Source:
     skip: bool
     """A sample that ``decode`` raises on is left out; else the error is the batch's."""
     _reader: SampleReader = field(default_factory=SampleReader, repr=False)
+    _desk: Desk = field(default_factory=Desk, repr=False)
     _places: dict[int, tuple[Path, Manifest, int, int]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return self.mixture.samples
 
-    def __getitems__(self, batch: Batch | None) -> Outcome | None:
+    def __getitems__(self, task: Task | None) -> Outcome | Parcel | None:
         """None for None: the pipe is kept full with those."""
-        if batch is None:
+        if task is None:
             return None
+        batch, loan = task
         if get_worker_info() is None:
-            return self._make(batch)
+            return self._make(batch, self.collate)
+        if loan is None:
+            return self._made(batch, self.collate)
+        writer = self._desk.begin(loan)
+        made = self._made(batch, writer.collate if self.collate is default_collate else self.collate)
         try:
-            return self._make(batch)
+            return self._desk.pack(made, writer)
+        except Exception as error:  # noqa: BLE001 of whatever is in the batch
+            return self._desk.pack((FAILED, Failure(error), (), ()), writer)
+
+    def _made(self, batch: Batch, collate: Collate) -> Outcome:
+        """In a worker."""
+        try:
+            return self._make(batch, collate)
         except Exception as error:  # noqa: BLE001 raised where the batch is asked for, if it still is
             return FAILED, Failure(error), (), ()
 
@@ -83,7 +99,7 @@ class Source:
         more = f" and {len(batch) - len(keys)} more" if len(batch) > len(keys) else ""
         return f"{'sample' if len(batch) == 1 else 'samples'} {', '.join(map(repr, keys))}{more}"
 
-    def _make(self, batch: Batch) -> Outcome:
+    def _make(self, batch: Batch, collate: Collate) -> Outcome:
         made: list[Any] = [None] * len(batch)
         skipped: dict[int, str] = {}
         try:
@@ -104,7 +120,7 @@ class Source:
         if len(skipped) == len(made):
             return NOTHING, None, left_out, named
         items = [item for place, item in enumerate(made) if place not in skipped] if skipped else made
-        return DATA, self.collate(items), left_out, named
+        return DATA, collate(items), left_out, named
 
     def _samples(self, batch: Batch) -> Iterator[tuple[int, Sample]]:
         """With their places in the batch, in the order in which they lie on the disk, each read when it is its turn:

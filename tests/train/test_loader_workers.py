@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from p2p_dmc.errors import RunStopped
 from p2p_dmc.train.loader import Loader
 from p2p_dmc.train.prefetch import Pipe, WorkerDied
+from p2p_dmc.train.shared_buffers import SPARE
 from p2p_dmc.train.source import Outcome
 from p2p_dmc.train.worker_watch import WorkerWatch
 from p2p_dmc.wire import trainer_messages as tm
@@ -238,3 +240,64 @@ def test_a_trainer_ends_as_its_worker_did(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", CRASHING, str(script)], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGSEGV
     assert "WorkerDied: a worker died" in ended.stderr
+
+
+@pytest.mark.parametrize("most", [0, 3, 64])
+def test_batches_that_the_loop_keeps_stay_as_they_are(
+    agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Memory is used again, in each epoch and over all of them; where there is none left for it, torch's is taken."""
+    monkeypatch.setattr("p2p_dmc.train.shared_buffers.MOST_BUFFERS", most)
+    kept: list[torch.Tensor] = []
+
+    def loop(one: Trainer, loader: Loader) -> None:
+        for batch in loader:
+            kept.append(batch)
+            one.step(batch)
+
+    one = Trainer(agent, 1, num_workers=2, epochs=3, persistent_workers=True)
+    with agent.play(Leader(epochs=3)):
+        one.run(loop)
+    whole = [x for epoch in range(3) for x in numbers(agent, epoch)]
+    assert one.numbers == [float(x) for x in kept] == whole
+    assert sum(not x.is_shared() for x in kept) == min(
+        most, 2 * 2 + SPARE
+    )  # torch's own memory says that it is
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 4])
+def test_few_buffers_serve_all_batches_that_the_loop_lets_go(
+    agent: ScriptedAgent, prefetch_factor: int
+) -> None:
+    seen: set[int] = set()
+
+    def loop(one: Trainer, loader: Loader) -> None:
+        for batch in loader:
+            assert not batch.is_shared()
+            seen.add(batch.data_ptr())
+            one.step(batch)
+
+    one = Trainer(agent, 1, num_workers=2, epochs=3, persistent_workers=True, prefetch_factor=prefetch_factor)
+    with agent.play(Leader(epochs=3)):
+        one.run(loop)
+    assert len(one.numbers) == 30
+    assert len(seen) <= 2 * prefetch_factor + SPARE
+
+
+def test_a_batch_that_cannot_leave_its_worker_is_an_error(agent: ScriptedAgent, tmp_path: Path) -> None:
+    """And comes again if the script goes on."""
+    mended = tmp_path / "mended"
+
+    def collate(items: list[float]) -> Any:
+        return torch.tensor(items) if mended.exists() else (torch.tensor(items), lambda: None)
+
+    def loop(one: Trainer, loader: Loader) -> None:
+        with pytest.raises(Exception, match="pickle"):
+            one.all_batches(loader)
+        mended.touch()
+        one.all_batches(loader)
+
+    one = Trainer(agent, 2, num_workers=2, collate_fn=collate)
+    with agent.play(Leader()):
+        one.run(loop)
+    assert one.numbers == numbers(agent)
