@@ -68,6 +68,7 @@ class Verdicts:
         key = (record.peer_id, record.boot)
         if event.new is MemberState.ALIVE:
             self._held.pop(key, None)
+            self._crashed.discard(key)  # something else had refused
             for run in self._runs():
                 _reachable(run, record)
         elif event.new is MemberState.LEFT:

@@ -127,6 +127,24 @@ def test_what_was_held_back_is_dropped_when_the_peer_is_back() -> None:
     assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_one_that_refuted_its_crash_may_still_end(refused: bool) -> None:
+    """Something else had refused for it, as a firewall does."""
+    verdicts, listener = made()
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_000, promised={"run": 7})
+    verdicts.event(dead(record()), record(), 9_900, 10_000)
+    back = MemberEvent(
+        peer_id=PEER, old=MemberState.DEAD, new=MemberState.ALIVE, record=record(), reason="refuted"
+    )
+    verdicts.event(back, record(), heard_ms=10_100, now_ms=10_100)
+    if refused:
+        verdicts.crashed(record(), heard_ms=99_900, now_ms=100_000, promised={"run": 9})
+    verdicts.event(dead(record()), record(), 99_900, 100_000)
+    verdicts.tick(160_000)
+    last = Verdict.CRASHED if refused else Verdict.UNREACHABLE
+    assert listener.heard == [(PEER, 3, v) for v in (Verdict.CRASHED, Verdict.REACHABLE, last)]
+
+
 def test_a_restarted_peers_old_boot_is_gone_at_once() -> None:
     verdicts, listener = made()
     verdicts.event(dead(record(boot=3)), record(boot=4), heard_ms=9_999, now_ms=10_000)
