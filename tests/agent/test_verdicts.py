@@ -7,6 +7,7 @@ import pytest
 from p2p_dmc.agent.verdicts import Verdicts
 from p2p_dmc.core.agreement_messages import UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState, Role
+from p2p_dmc.core.membership_messages import MAX_PROMISED
 from p2p_dmc.wire.messages import PeerMeta, RunMeta, encode_meta
 
 SUSPICION_MS = 2000
@@ -85,6 +86,8 @@ def test_a_crash_seen_here_is_told_at_once_and_once() -> None:
         (4, None, {}, Verdict.UNREACHABLE),
         (4, None, {"run": 5}, Verdict.CRASHED),
         (4, 5, {}, Verdict.CRASHED),  # another script under the same name
+        (3, 3, {f"r{n}": n for n in range(MAX_PROMISED - 1)}, Verdict.CRASHED),
+        (3, 3, {f"r{n}": n for n in range(MAX_PROMISED)}, Verdict.UNREACHABLE),  # one more was not said
     ],
 )
 def test_promises_of_a_former_agent_may_be_newer_than_those_here(
