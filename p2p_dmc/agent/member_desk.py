@@ -183,8 +183,8 @@ class MemberDesk:
 
     def say_promises_again(self, agreement: Agreement) -> None:
         """Words are repeated until they are answered; promises are not, and nobody knows that it has missed some."""
-        said, view = self._promised, agreement.view
-        if said is None or view is None or said.version != agreement.promise_version:
+        said = self._promised
+        if said is None or said.version != agreement.promise_version or (view := agreement.view) is None:
             return
         if time.monotonic() - self._promised_s >= PROMISED_AGAIN_S:
             self.say((peer, said) for peer in view.peers if peer != self._run.me.peer_id)
