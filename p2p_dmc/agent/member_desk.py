@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent import run_files
@@ -10,7 +11,7 @@ from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.entering import others
 from p2p_dmc.agent.training import check_header
 from p2p_dmc.agent.work import check_payload, decode_strikes, encode_strikes
-from p2p_dmc.core.agreement_messages import AgreementMessage, Propose, Stopped
+from p2p_dmc.core.agreement_messages import AgreementMessage, Promised, Propose, Stopped
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire import messages
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.learning import Learning
     from p2p_dmc.agent.run import Run
     from p2p_dmc.agent.training import Training
+    from p2p_dmc.core.agreement import Agreement
 
 MAX_EARLY_MESSAGES = 4096
 PUT_OFF_S = 1.0
 """A round that is complete elsewhere is given so long to end here."""
+PROMISED_AGAIN_S = 10.0
+"""A connection that broke may have taken promises with it, and without them this peer's crash would be only a death."""
 OFFER_AGAIN_S = 30.0
 """Whoever was offered a state and is not let in with it waits for longer; another one it is offered only then."""
 
@@ -37,6 +41,9 @@ class MemberDesk:
         """A farewell of a member that has completed the round which is still being reduced here, and what the others
         make of it: the round comes to its end first. Else this peer would have to fetch the state from them."""
         self._put_off_since_s = 0.0
+        self._promised: Promised | None = None
+        """Said last, at `_promised_s`."""
+        self._promised_s = 0.0
         self._offered: dict[str, tuple[bytes, float]] = {}
         """What each joiner was offered last, and when."""
 
@@ -165,6 +172,23 @@ class MemberDesk:
             run.withdrawn(message)
         elif run.agreement is not None and not run.end.agreed:
             run.act(run.agreement.receive(message, now_ms()))
+
+    def say(self, sends: Iterable[tuple[str, AgreementMessage]]) -> None:
+        """What agreement says to others."""
+        run = self._run
+        for peer_id, message in sends:
+            if isinstance(message, Promised):
+                self._promised, self._promised_s = message, time.monotonic()
+            run.services.send(peer_id, message, run.name)
+
+    def say_promises_again(self, agreement: Agreement) -> None:
+        """Words are repeated until they are answered; promises are not, and nobody knows that it has missed some."""
+        said = self._promised
+        if said is None or said.version != agreement.promise_version or (view := agreement.view) is None:
+            return
+        if time.monotonic() - self._promised_s >= PROMISED_AGAIN_S:
+            self.say((peer, said) for peer in view.peers if peer != self._run.me.peer_id)
+            self._promised_s = time.monotonic()  # alone, too
 
     def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:
         """This peer no longer takes part: everybody is told, with what it promised."""

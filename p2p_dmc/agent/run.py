@@ -115,8 +115,7 @@ class Run:
             return ready  # what is not on disk is not said
         if agreement is not None:
             self.services.promised(self.name, agreement.promise_version)
-        for peer_id, message in ready.sends:
-            self.services.send(peer_id, message, self.name)
+        self.members.say(ready.sends)
         if ready.froze:
             self.views.frozen()
         if ready.installed is not None:
@@ -412,6 +411,7 @@ class Run:
         if self.agreement is None or self.end.agreed:
             return
         self.members.hear_put_off()
+        self.members.say_promises_again(self.agreement)
         self.act(self.agreement.tick(now_ms()))
         if self.end.outcome or self.aside.look():
             return

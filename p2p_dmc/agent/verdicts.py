@@ -7,6 +7,7 @@ from typing import Protocol
 
 from p2p_dmc.core.agreement_messages import NUMBER_MAX, UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState
+from p2p_dmc.core.membership_messages import MAX_PROMISED
 from p2p_dmc.wire.messages import decode_meta
 
 
@@ -43,7 +44,7 @@ class Verdicts:
 
         ``promised``: the version of its promises in each run, as said when it was last heard. Of a run that it did not
         speak of then, a former agent of it may have promised what nobody here knows: that is a death only, but for
-        a member that began with this agent, and has said all since.
+        a member that began with this agent, and has said all since. Of very many runs an agent speaks of some only.
         """
         key = (record.peer_id, record.boot)
         if key in self._crashed:
@@ -54,7 +55,8 @@ class Verdicts:
         self._held.pop(key, None)
         for run in self._runs():
             boot = boot_in(record, run.name)
-            known = run.name in promised or (boot is not None and boot >= record.boot)
+            began_here = boot is not None and boot >= record.boot and len(promised) < MAX_PROMISED
+            known = run.name in promised or began_here
             verdict = Verdict.CRASHED if in_contact and known else Verdict.UNREACHABLE
             run.verdict(
                 record.peer_id, UNKNOWN_BOOT if boot is None else boot, verdict, promised.get(run.name, 0)
@@ -68,6 +70,7 @@ class Verdicts:
         key = (record.peer_id, record.boot)
         if event.new is MemberState.ALIVE:
             self._held.pop(key, None)
+            self._crashed.discard(key)  # something else had refused
             for run in self._runs():
                 _reachable(run, record)
         elif event.new is MemberState.LEFT:

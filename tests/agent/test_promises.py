@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from p2p_dmc.agent import member_desk
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.home import Home
@@ -154,3 +156,34 @@ def test_the_version_reaches_the_core(tmp_path: Path) -> None:
     run.verdict(peer(2), 3, Verdict.CRASHED, 7)
     assert run.agreement is not None
     assert [(m.peer_id, m.boot, told) for m, told in run.agreement._book.crashed.items()] == [(peer(2), 3, 7)]
+
+
+def test_promises_that_a_connection_lost_are_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the members of the view, while they are this peer's last. Nothing else of agreement is repeated here."""
+    around, sent = surroundings(tmp_path), []
+    object.__setattr__(around.services, "send", lambda to, message, run: sent.append((to, message)))
+    run = Run("r", RunOptions(), around.services)
+    view = SimpleNamespace(peers=(run.me.peer_id, peer(2), peer(3)))
+    core = SimpleNamespace(promises=Promises(), promise_version=7, view=view)
+    run.agreement = cast(Agreement, core)
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    run.act(Ready(sends=((peer(2), said(run, 7)),)))
+    assert sent == [(peer(2), said(run, 7))]
+    sent.clear()
+    run.members.say_promises_again(run.agreement)
+    assert not sent
+    for _ in range(2):
+        now_s += member_desk.PROMISED_AGAIN_S
+        run.members.say_promises_again(run.agreement)
+        run.members.say_promises_again(run.agreement)
+        assert sent == [(peer(2), said(run, 7)), (peer(3), said(run, 7))]
+        sent.clear()
+    core.promise_version, now_s = 8, now_s + member_desk.PROMISED_AGAIN_S
+    run.members.say_promises_again(run.agreement)
+    assert not sent, "a proposal knows of more"
+    core.promise_version, core.view = 7, None
+    run.members.say_promises_again(run.agreement)
+    assert not sent

@@ -7,6 +7,7 @@ import pytest
 from p2p_dmc.agent.verdicts import Verdicts
 from p2p_dmc.core.agreement_messages import UNKNOWN_BOOT, Verdict
 from p2p_dmc.core.membership import MemberEvent, MemberRecord, MemberState, Role
+from p2p_dmc.core.membership_messages import MAX_PROMISED
 from p2p_dmc.wire.messages import PeerMeta, RunMeta, encode_meta
 
 SUSPICION_MS = 2000
@@ -85,6 +86,8 @@ def test_a_crash_seen_here_is_told_at_once_and_once() -> None:
         (4, None, {}, Verdict.UNREACHABLE),
         (4, None, {"run": 5}, Verdict.CRASHED),
         (4, 5, {}, Verdict.CRASHED),  # another script under the same name
+        (3, 3, {f"r{n}": n for n in range(MAX_PROMISED - 1)}, Verdict.CRASHED),
+        (3, 3, {f"r{n}": n for n in range(MAX_PROMISED)}, Verdict.UNREACHABLE),  # one more was not said
     ],
 )
 def test_promises_of_a_former_agent_may_be_newer_than_those_here(
@@ -125,6 +128,24 @@ def test_what_was_held_back_is_dropped_when_the_peer_is_back() -> None:
     verdicts.event(back, record(), heard_ms=10_100, now_ms=10_100)
     verdicts.tick(60_000)
     assert listener.heard == [(PEER, 3, Verdict.REACHABLE)]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_one_that_refuted_its_crash_may_still_end(refused: bool) -> None:
+    """Something else had refused for it, as a firewall does."""
+    verdicts, listener = made()
+    verdicts.crashed(record(), heard_ms=9_900, now_ms=10_000, promised={"run": 7})
+    verdicts.event(dead(record()), record(), 9_900, 10_000)
+    back = MemberEvent(
+        peer_id=PEER, old=MemberState.DEAD, new=MemberState.ALIVE, record=record(), reason="refuted"
+    )
+    verdicts.event(back, record(), heard_ms=10_100, now_ms=10_100)
+    if refused:
+        verdicts.crashed(record(), heard_ms=99_900, now_ms=100_000, promised={"run": 9})
+    verdicts.event(dead(record()), record(), 99_900, 100_000)
+    verdicts.tick(160_000)
+    last = Verdict.CRASHED if refused else Verdict.UNREACHABLE
+    assert listener.heard == [(PEER, 3, v) for v in (Verdict.CRASHED, Verdict.REACHABLE, last)]
 
 
 def test_a_restarted_peers_old_boot_is_gone_at_once() -> None:
