@@ -46,6 +46,8 @@ class RollCall:
         """The others of its view."""
         self._boots: dict[str, int] = {}
         """Of the others' agents, when this peer began to stop."""
+        self._gave_up_n = 0
+        """This peer has withdrawn from the views up to this one: others may have counted it out since."""
         self._since_s = 0.0
         self.last_word_s = 0.0
         """When somebody last asked for an answer, or the last one was heard, in monotonic seconds."""
@@ -68,7 +70,8 @@ class RollCall:
         """This peer has stopped at that state. ``on_disk``: at its next start it remembers that."""
         view = self._run.view
         assert view is not None, "whoever stops is in a view"
-        remembers = on_disk and self._run.me in view.voters and not self._run.said_beyond(view.view_epoch)
+        votes = self._run.me in view.voters and view.view_epoch > self._gave_up_n
+        remembers = on_disk and votes and not self._run.said_beyond(view.view_epoch)
         self._own = RunClosed(
             lineage=ref.lineage,
             digest=ref.digest,
@@ -94,6 +97,10 @@ class RollCall:
             self.last_word_s = time.monotonic()
             self._run.to_member(sender, replace(self._own, answer=False))
         self.look()
+
+    def gave_up(self, n: int) -> None:
+        """This peer tells everybody that its votes in the views up to this one count no more."""
+        self._gave_up_n = n
 
     def withdrawn(self, sender: str) -> None:
         """A peer takes no part any more."""

@@ -186,9 +186,13 @@ class RunEnd:
             if held is None or held.ref.lineage <= closed.lineage:
                 self._closing = True
                 run.spawn(self._adopt_end(sender, ref))
-        elif held is not None and held.ref == ref and run.view is not None and run.agreement is not None:
+        elif held is not None and held.ref == ref and run.agreement is not None and self._stops_with(sender):
             self._begin_stop(held)
         # else it was not at the barrier, or has just been started again: it resumes with the others
+
+    def _stops_with(self, sender: str) -> bool:
+        """A member of its view: one that was counted out, stopped where this view began, and is back, ends nothing."""
+        return self._run.view is not None and sender in self._run.view.peers
 
     async def _adopt_end(self, sender: str, ref: StateRef) -> None:
         run = self._run

@@ -64,6 +64,7 @@ class Host:
                 view=view,
                 reducing=None,
                 header=lambda *_: None,
+                freeze=lambda: None,
                 ledger=SimpleNamespace(epoch=0, part=0),
                 work=SimpleNamespace(claims=lambda: ()),
             ),
@@ -74,6 +75,7 @@ class Host:
         self.run.agreement = cast(Agreement, self)
         self.disk = asyncio.Event()
         self.written = True
+        self.withdraws: Stopped | None = None
         self.run.keeper.checkpoint = self._checkpoint  # type: ignore[method-assign, assignment]
         self.trainer: list[object] = []
         self.run.desk.connected(self.trainer.append)
@@ -89,6 +91,9 @@ class Host:
 
     def checkpointed(self, *_: object) -> Ready:
         return Ready(persist=self.promises)
+
+    def withdraw(self) -> Stopped | Ready:
+        return self.withdraws or Ready()
 
     def __getattr__(self, name: str) -> Callable[..., Ready]:
         if name.startswith("_"):
@@ -412,6 +417,72 @@ def test_one_that_stopped_in_another_view_is_not_counted(tmp_path: Path) -> None
         net.close(1, 2, 3)
         await net.settle(1, 2, 3)
         assert not any(host.closed for host in net.hosts.values())
+
+    asyncio.run(life())
+
+
+def test_one_whose_trainer_died_at_the_last_barrier_keeps_no_vote_that_it_gave_up(tmp_path: Path) -> None:
+    """All had its header, so all stop, it too. But whoever heard that it withdrew does not count it in this view."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        for host in net.hosts.values():
+            host.disk.set()
+        net[3].withdraws = farewell(3).stopped
+        net[3].run.desk.lost("killed by SIGKILL", in_hand=False)
+        net[3].around.sent.clear()  # the other two have begun to stop, and hear nothing of it
+        net.close(1, 2)
+        await net.until(lambda: all(host.around.named("roll_call") for host in net.hosts.values()))
+        assert {word.view_id for sender, _, word in net.told if sender == 3} == {b""}
+        assert not any(host.closed for host in net.hosts.values())
+
+    asyncio.run(life())
+
+
+def test_whoever_has_given_up_votes_of_an_earlier_view_keeps_those_of_this_one(tmp_path: Path) -> None:
+    async def life() -> None:
+        net = Net(tmp_path)
+        for host in net.hosts.values():
+            host.disk.set()
+            host.run.view = replace(net.view, view_epoch=2)
+        net[3].withdraws = farewell(3).stopped  # up to view 1
+        net[3].run.withdraw("its trainer was killed once")
+        net.close(1, 2, 3)
+        await net.until(lambda: all(host.closed for host in net.hosts.values()))
+
+    asyncio.run(life())
+
+
+def test_one_that_was_counted_out_stops_nobody_who_went_on_from_its_state(tmp_path: Path) -> None:
+    """They would stop wherever they are in a round that the others may complete."""
+    net = Net(tmp_path)
+    net[2].run.view = replace(
+        net.view, view_id=b"w" * 16, members=net.view.members[1:], voters=net.view.voters[1:]
+    )
+    assert net[2].run.keeper.current is not None
+    word = plain(RunClosed, lineage=AT, digest=net[2].run.keeper.current.ref.digest, view_id=VIEW_ID)
+    net[2].run.members.message(peer(1), word)
+    assert net[2].run.agreement is not None and not net[2].run.training.frozen  # type: ignore[union-attr]
+
+
+def test_what_a_core_wants_once_its_peer_stops_is_saved_and_neither_said_nor_done(tmp_path: Path) -> None:
+    """It may find, with its last checkpoint, that a change is due which had to wait for a moment."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        host = net[1]
+        installed = cast(Any, SimpleNamespace())
+        due = Ready(
+            persist=replace(host.promises, n=2),
+            sends=((peer(2), host.promises),),
+            froze=True,
+            installed=installed,  # type: ignore[arg-type]
+        )
+        host.run.fall_silent()
+        host.run.act(due)
+        assert host.around.sent == [] and host.run.view is net.view and host.trainer == []
+        found = load_record(host.run.folder)
+        assert found is not None and found.promises.n == 2
 
     asyncio.run(life())
 
