@@ -131,6 +131,7 @@ class RollCall:
             and not self._goes_on(voter, here[voter.peer_id], waited_s)
             and voter.peer_id not in self._withdrawn
             and not self._at_my_state(voter)
+            and not self._stopped_later(voter)
         )
 
     def _goes_on(self, voter: MemberId, meta: RunMeta, waited_s: float) -> bool:
@@ -140,6 +141,11 @@ class RollCall:
         later = view is not None and meta.view_epoch > view.view_epoch
         outside = meta.ready and not meta.view_epoch and waited_s > NEWS_S
         return anew or later or outside or meta.boot > voter.boot
+
+    def _stopped_later(self, voter: MemberId) -> bool:
+        """It went on in another view, and has stopped there. An earlier word is one of a former stop."""
+        own, heard = self._own, self._heard.get(voter.peer_id)
+        return own is not None and heard is not None and heard.lineage > own.lineage
 
     def _at_my_state(self, voter: MemberId) -> bool:
         own, heard = self._own, self._heard.get(voter.peer_id)
@@ -160,7 +166,8 @@ class RollCall:
                 if not said and time.monotonic() - self._since_s > SAY_AFTER_S:
                     said = True
                     run.services.say(
-                        f"run {run.name!r} is stopped here; waiting for word that {self._names(awaited)} stopped, too"
+                        f"run {run.name!r} is stopped here; waiting for word that {self._names(awaited)} "
+                        "stopped, too (Ctrl-C ends the wait)"
                     )
                 await asyncio.sleep(REPEAT_S)
             missing = self.missing()

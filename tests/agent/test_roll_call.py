@@ -12,6 +12,8 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent import roll_call, run_end
+from p2p_dmc.agent.agent import Agent
+from p2p_dmc.agent.requests import Requests
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import SlotPool
@@ -306,6 +308,11 @@ def test_one_that_has_not_stopped_as_it_should_counts_for_nobody_and_nobody_wait
     asyncio.run(life())
 
 
+def asked_to_stop(run: Run) -> dict[str, Any]:
+    """What `dmc-peer stop` hears from this peer."""
+    return Requests(cast(Agent, SimpleNamespace(runs={"r": run}, members=lambda: ()))).stop("")
+
+
 def restarted(host: Host) -> None:
     host.around.members[2] = replace(host.around.members[2], boot=2)
 
@@ -326,11 +333,15 @@ def withdrew(host: Host) -> None:
     host.run.members.message(peer(3), farewell(3))
 
 
+def stopped_later(host: Host) -> None:
+    host.run.members.message(peer(3), plain(RunClosed, lineage=(2, 9), digest=b"l" * 16, view_id=b"w" * 16))
+
+
 def ctrl_c(host: Host) -> None:
     host.run.end.leaving = True
 
 
-@pytest.mark.parametrize("what", [restarted, dead, later, outside, withdrew, ctrl_c])
+@pytest.mark.parametrize("what", [restarted, dead, later, outside, withdrew, stopped_later, ctrl_c])
 def test_nobody_waits_for_one_that_will_not_say_that_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Callable[[Host], None]
 ) -> None:
@@ -345,6 +356,7 @@ def test_nobody_waits_for_one_that_will_not_say_that_it_stopped(
         waits = f"is stopped here; waiting for word that peer3 ({peer(3)[:8]}) stopped, too"
         await net.until(lambda: waits in net[1].lines)
         assert net[1].around.said.count(net[1].around.said[-1]) == 1 and net._left_s(1) > 0
+        assert asked_to_stop(net[1].run) == {"run": "r", "stopping": True}, "it is, and not yet over"
         monkeypatch.setattr(roll_call, "NEWS_S", 0.0)
         what(net[1])
         await net.until(lambda: not net[1].run.end.roll.attending)
