@@ -499,6 +499,26 @@ def test_what_a_core_wants_once_its_peer_stops_is_saved_and_neither_said_nor_don
     asyncio.run(life())
 
 
+def test_whoever_leaves_while_its_state_goes_to_disk_says_first_that_it_stopped(tmp_path: Path) -> None:
+    """The write would go on all the same, and the others would need this peer to go on."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        net[1].disk.set()
+        net[2].disk.set()
+        net.close(1, 2, 3)
+        leaving = asyncio.ensure_future(net[3].run.end.save_before_leaving())
+        await net.until(lambda: net[1].run.end.outcome == "stopped")
+        assert not leaving.done() and "leaving once its state is on disk" in net[3].lines
+        net[3].disk.set()
+        await net.until(leaving.done)
+        net[3].run.end.leaving = True
+        await net.settle(1, 2, 3)
+        assert net[1].closed and net[2].closed and net[3].run.end.outcome == "stopped"
+
+    asyncio.run(life())
+
+
 def test_alone_a_peer_keeps_its_vote_at_once(tmp_path: Path) -> None:
     async def life() -> None:
         host = Host(tmp_path, 1, view_of([payload()]))
