@@ -193,6 +193,7 @@ class MemberDesk:
     def tell_withdrawal(self, stopped: Stopped, reason: str) -> None:
         """This peer no longer takes part: everybody is told, with what it promised."""
         run = self._run
+        run.end.roll.gave_up(stopped.n)
         peers = set(run.view.peers) if run.view else set()
         peers |= {p.peer_id for p in others(run.services, run.name)}
         held = run.keeper.current

@@ -207,7 +207,8 @@ class Requests:
     def stop(self, name: str) -> dict[str, Any]:
         """Ask for an agreed stop of a run that this peer trains in, or say whom to ask."""
         agent = self._agent
-        going = [r for r in agent.runs.values() if not r.end.outcome and (not name or r.name == name)]
+        named = [r for r in agent.runs.values() if not name or r.name == name]
+        going = [r for r in named if not r.end.outcome or r.end.roll.attending]
         if len(going) == 1:
             if going[0].view is None:
                 reason = waiting(going[0]) or "its trainer starts"

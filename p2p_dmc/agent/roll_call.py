@@ -46,6 +46,8 @@ class RollCall:
         """The others of its view."""
         self._boots: dict[str, int] = {}
         """Of the others' agents, when this peer began to stop."""
+        self._gave_up_n = 0
+        """This peer has withdrawn from the views up to this one: others may have counted it out since."""
         self._since_s = 0.0
         self.last_word_s = 0.0
         """When somebody last asked for an answer, or the last one was heard, in monotonic seconds."""
@@ -68,7 +70,8 @@ class RollCall:
         """This peer has stopped at that state. ``on_disk``: at its next start it remembers that."""
         view = self._run.view
         assert view is not None, "whoever stops is in a view"
-        remembers = on_disk and self._run.me in view.voters and not self._run.said_beyond(view.view_epoch)
+        votes = self._run.me in view.voters and view.view_epoch > self._gave_up_n
+        remembers = on_disk and votes and not self._run.said_beyond(view.view_epoch)
         self._own = RunClosed(
             lineage=ref.lineage,
             digest=ref.digest,
@@ -94,6 +97,10 @@ class RollCall:
             self.last_word_s = time.monotonic()
             self._run.to_member(sender, replace(self._own, answer=False))
         self.look()
+
+    def gave_up(self, n: int) -> None:
+        """This peer tells everybody that its votes in the views up to this one count no more."""
+        self._gave_up_n = n
 
     def withdrawn(self, sender: str) -> None:
         """A peer takes no part any more."""
@@ -124,6 +131,7 @@ class RollCall:
             and not self._goes_on(voter, here[voter.peer_id], waited_s)
             and voter.peer_id not in self._withdrawn
             and not self._at_my_state(voter)
+            and not self._stopped_later(voter)
         )
 
     def _goes_on(self, voter: MemberId, meta: RunMeta, waited_s: float) -> bool:
@@ -133,6 +141,11 @@ class RollCall:
         later = view is not None and meta.view_epoch > view.view_epoch
         outside = meta.ready and not meta.view_epoch and waited_s > NEWS_S
         return anew or later or outside or meta.boot > voter.boot
+
+    def _stopped_later(self, voter: MemberId) -> bool:
+        """It went on in another view, and has stopped there. An earlier word is one of a former stop."""
+        own, heard = self._own, self._heard.get(voter.peer_id)
+        return own is not None and heard is not None and heard.lineage > own.lineage
 
     def _at_my_state(self, voter: MemberId) -> bool:
         own, heard = self._own, self._heard.get(voter.peer_id)
@@ -153,7 +166,8 @@ class RollCall:
                 if not said and time.monotonic() - self._since_s > SAY_AFTER_S:
                     said = True
                     run.services.say(
-                        f"run {run.name!r} is stopped here; waiting for word that {self._names(awaited)} stopped, too"
+                        f"run {run.name!r} is stopped here; waiting for word that {self._names(awaited)} "
+                        "stopped, too (Ctrl-C ends the wait)"
                     )
                 await asyncio.sleep(REPEAT_S)
             missing = self.missing()

@@ -111,10 +111,10 @@ class Run:
         agreement, persist = self.agreement, ready.persist
         if agreement is not None and self._closed and agreement.promise_version > self._promises.version:
             persist = agreement.promises  # a closed record knows of all that was said: it is closed no more
-        if persist is not None and not self._save(persist, closed=False):
-            return ready  # what is not on disk is not said
-        if agreement is not None:
-            self.services.promised(self.name, agreement.promise_version)
+        unsaved = persist is not None and not self._save(persist, closed=False)
+        if unsaved or agreement is None:
+            return ready  # what is not on disk is not said, and nothing is by a peer that has fallen silent
+        self.services.promised(self.name, agreement.promise_version)
         self.members.say(ready.sends)
         if ready.froze:
             self.views.frozen()

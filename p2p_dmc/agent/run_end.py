@@ -42,7 +42,7 @@ class RunEnd:
         self.stop_asked = False
         self.done = asyncio.Event()
         self.roll = RollCall(run)
-        self._closing = False
+        self._closing = self._stopping = False
         self.leaving = False
         """This peer says no header any more: it would draw the others into a reduction that it breaks."""
         self._round_over = asyncio.Event()
@@ -79,7 +79,7 @@ class RunEnd:
 
     def _begin_stop(self, held: Held) -> None:
         """All are to stop at this state: from here on nothing can become of this peer's view but that it is over."""
-        self._closing = True
+        self._closing = self._stopping = True
         self.roll.begin()
         self._run.fall_silent()
         self._run.spawn(self._stop(held))
@@ -121,6 +121,9 @@ class RunEnd:
     async def save_before_leaving(self) -> None:
         """This peer leaves: what is committed by now is on disk, so that its next start goes on from there."""
         run, training = self._run, self._run.training
+        if self._stopping and not self.outcome:  # the others wait to hear that its state is on disk
+            run.services.say(f"run {run.name!r} is being stopped; leaving once its state is on disk")
+            await self.done.wait()
         if training is None or self._closing or self.outcome:
             return
         alone = len(training.view.members) == 1  # then whatever it completed is committed
@@ -186,9 +189,13 @@ class RunEnd:
             if held is None or held.ref.lineage <= closed.lineage:
                 self._closing = True
                 run.spawn(self._adopt_end(sender, ref))
-        elif held is not None and held.ref == ref and run.view is not None and run.agreement is not None:
+        elif held is not None and held.ref == ref and run.agreement is not None and self._stops_with(sender):
             self._begin_stop(held)
         # else it was not at the barrier, or has just been started again: it resumes with the others
+
+    def _stops_with(self, sender: str) -> bool:
+        """A member of its view: one that was counted out, stopped where this view began, and is back, ends nothing."""
+        return self._run.view is not None and sender in self._run.view.peers
 
     async def _adopt_end(self, sender: str, ref: StateRef) -> None:
         run = self._run

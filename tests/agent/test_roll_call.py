@@ -12,6 +12,8 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent import roll_call, run_end
+from p2p_dmc.agent.agent import Agent
+from p2p_dmc.agent.requests import Requests
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions, load_record
 from p2p_dmc.agent.state import SlotPool
@@ -64,6 +66,7 @@ class Host:
                 view=view,
                 reducing=None,
                 header=lambda *_: None,
+                freeze=lambda: None,
                 ledger=SimpleNamespace(epoch=0, part=0),
                 work=SimpleNamespace(claims=lambda: ()),
             ),
@@ -74,6 +77,7 @@ class Host:
         self.run.agreement = cast(Agreement, self)
         self.disk = asyncio.Event()
         self.written = True
+        self.withdraws: Stopped | None = None
         self.run.keeper.checkpoint = self._checkpoint  # type: ignore[method-assign, assignment]
         self.trainer: list[object] = []
         self.run.desk.connected(self.trainer.append)
@@ -89,6 +93,9 @@ class Host:
 
     def checkpointed(self, *_: object) -> Ready:
         return Ready(persist=self.promises)
+
+    def withdraw(self) -> Stopped | Ready:
+        return self.withdraws or Ready()
 
     def __getattr__(self, name: str) -> Callable[..., Ready]:
         if name.startswith("_"):
@@ -301,6 +308,11 @@ def test_one_that_has_not_stopped_as_it_should_counts_for_nobody_and_nobody_wait
     asyncio.run(life())
 
 
+def asked_to_stop(run: Run) -> dict[str, Any]:
+    """What `dmc-peer stop` hears from this peer."""
+    return Requests(cast(Agent, SimpleNamespace(runs={"r": run}, members=lambda: ()))).stop("")
+
+
 def restarted(host: Host) -> None:
     host.around.members[2] = replace(host.around.members[2], boot=2)
 
@@ -321,11 +333,15 @@ def withdrew(host: Host) -> None:
     host.run.members.message(peer(3), farewell(3))
 
 
+def stopped_later(host: Host) -> None:
+    host.run.members.message(peer(3), plain(RunClosed, lineage=(2, 9), digest=b"l" * 16, view_id=b"w" * 16))
+
+
 def ctrl_c(host: Host) -> None:
     host.run.end.leaving = True
 
 
-@pytest.mark.parametrize("what", [restarted, dead, later, outside, withdrew, ctrl_c])
+@pytest.mark.parametrize("what", [restarted, dead, later, outside, withdrew, stopped_later, ctrl_c])
 def test_nobody_waits_for_one_that_will_not_say_that_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Callable[[Host], None]
 ) -> None:
@@ -340,6 +356,7 @@ def test_nobody_waits_for_one_that_will_not_say_that_it_stopped(
         waits = f"is stopped here; waiting for word that peer3 ({peer(3)[:8]}) stopped, too"
         await net.until(lambda: waits in net[1].lines)
         assert net[1].around.said.count(net[1].around.said[-1]) == 1 and net._left_s(1) > 0
+        assert asked_to_stop(net[1].run) == {"run": "r", "stopping": True}, "it is, and not yet over"
         monkeypatch.setattr(roll_call, "NEWS_S", 0.0)
         what(net[1])
         await net.until(lambda: not net[1].run.end.roll.attending)
@@ -412,6 +429,92 @@ def test_one_that_stopped_in_another_view_is_not_counted(tmp_path: Path) -> None
         net.close(1, 2, 3)
         await net.settle(1, 2, 3)
         assert not any(host.closed for host in net.hosts.values())
+
+    asyncio.run(life())
+
+
+def test_one_whose_trainer_died_at_the_last_barrier_keeps_no_vote_that_it_gave_up(tmp_path: Path) -> None:
+    """All had its header, so all stop, it too. But whoever heard that it withdrew does not count it in this view."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        for host in net.hosts.values():
+            host.disk.set()
+        net[3].withdraws = farewell(3).stopped
+        net[3].run.desk.lost("killed by SIGKILL", in_hand=False)
+        net[3].around.sent.clear()  # the other two have begun to stop, and hear nothing of it
+        net.close(1, 2)
+        await net.until(lambda: all(host.around.named("roll_call") for host in net.hosts.values()))
+        assert {word.view_id for sender, _, word in net.told if sender == 3} == {b""}
+        assert not any(host.closed for host in net.hosts.values())
+
+    asyncio.run(life())
+
+
+def test_whoever_has_given_up_votes_of_an_earlier_view_keeps_those_of_this_one(tmp_path: Path) -> None:
+    async def life() -> None:
+        net = Net(tmp_path)
+        for host in net.hosts.values():
+            host.disk.set()
+            host.run.view = replace(net.view, view_epoch=2)
+        net[3].withdraws = farewell(3).stopped  # up to view 1
+        net[3].run.withdraw("its trainer was killed once")
+        net.close(1, 2, 3)
+        await net.until(lambda: all(host.closed for host in net.hosts.values()))
+
+    asyncio.run(life())
+
+
+def test_one_that_was_counted_out_stops_nobody_who_went_on_from_its_state(tmp_path: Path) -> None:
+    """They would stop wherever they are in a round that the others may complete."""
+    net = Net(tmp_path)
+    net[2].run.view = replace(
+        net.view, view_id=b"w" * 16, members=net.view.members[1:], voters=net.view.voters[1:]
+    )
+    assert net[2].run.keeper.current is not None
+    word = plain(RunClosed, lineage=AT, digest=net[2].run.keeper.current.ref.digest, view_id=VIEW_ID)
+    net[2].run.members.message(peer(1), word)
+    assert net[2].run.agreement is not None and not net[2].run.training.frozen  # type: ignore[union-attr]
+
+
+def test_what_a_core_wants_once_its_peer_stops_is_saved_and_neither_said_nor_done(tmp_path: Path) -> None:
+    """It may find, with its last checkpoint, that a change is due which had to wait for a moment."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        host = net[1]
+        installed = cast(Any, SimpleNamespace())
+        due = Ready(
+            persist=replace(host.promises, n=2),
+            sends=((peer(2), host.promises),),
+            froze=True,
+            installed=installed,  # type: ignore[arg-type]
+        )
+        host.run.fall_silent()
+        host.run.act(due)
+        assert host.around.sent == [] and host.run.view is net.view and host.trainer == []
+        found = load_record(host.run.folder)
+        assert found is not None and found.promises.n == 2
+
+    asyncio.run(life())
+
+
+def test_whoever_leaves_while_its_state_goes_to_disk_says_first_that_it_stopped(tmp_path: Path) -> None:
+    """The write would go on all the same, and the others would need this peer to go on."""
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        net[1].disk.set()
+        net[2].disk.set()
+        net.close(1, 2, 3)
+        leaving = asyncio.ensure_future(net[3].run.end.save_before_leaving())
+        await net.until(lambda: net[1].run.end.outcome == "stopped")
+        assert not leaving.done() and "leaving once its state is on disk" in net[3].lines
+        net[3].disk.set()
+        await net.until(leaving.done)
+        net[3].run.end.leaving = True
+        await net.settle(1, 2, 3)
+        assert net[1].closed and net[2].closed and net[3].run.end.outcome == "stopped"
 
     asyncio.run(life())
 
