@@ -145,13 +145,13 @@ class PeerBook:
 
     def _count_crash(self, member: MemberId) -> None:
         """Whoever was seen to crash is counted so with promises as new as its last sign of life told of: until such
-        are here it is only dead. A farewell that knows of a later attempt says more than they do.
+        are here it is only dead. A farewell says more than they do, unless they know of a later attempt.
         """
         promised, told = self.promised.get(member), self.crashed.get(member)
         if promised is None or told is None or promised.version < told:
             return
         record = self.records.get(member)
-        if record is None or record.n <= promised.n:
+        if record is None or not record.withdrawn or record.n < promised.n:
             self.records[member] = crash_record(promised)
 
     def hear_word(self, word: Propose) -> bool:

@@ -200,8 +200,12 @@ class TestVerdicts:
         book.withdraw(farewell("a", n=6))
         book.judge(member("a"), CRASHED, 2)
         assert book.records[member("a")] == farewell("a", n=6)
-        book.hear_promises(promised("a", version=3, n=6))
-        assert book.records[member("a")] == Stopped(member=member("a"), n=6, base=V)
+        book.hear_promises(
+            promised("a", version=3, n=6)
+        )  # said before the farewell: a comes back with a later n
+        assert book.records[member("a")] == farewell("a", n=6)
+        book.hear_promises(promised("a", version=4, n=7))
+        assert book.records[member("a")] == Stopped(member=member("a"), n=7, base=V)
 
     def test_a_second_agent_of_the_same_member_may_have_promised_more(self) -> None:
         book = PeerBook()
