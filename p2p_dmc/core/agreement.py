@@ -175,6 +175,8 @@ class Agreement(AgreementMachine):
             self._book.away.discard(self._book.member(peer_id))
             settled = self._now - self._installed_ms > self._settings.join_ttl_ms
             if self.view is not None and peer_id in self.view.peers and settled:
+                if peer_id not in self._strays:  # perhaps it does not hear one of the others
+                    self._blame(learner for learner in self.view.learners if learner.peer_id == peer_id)
                 self._strays.add(peer_id)
         return self._finish()
 
@@ -241,7 +243,7 @@ class Agreement(AgreementMachine):
         self._begin(now_ms)
         if at_once and self.view is not None:
             if self._wanted_at_once is None:
-                self._blame_learners(self.view)
+                self._blame(self.view.learners)
             self._wanted_at_once = reason
         elif not at_once:
             self._wanted = reason

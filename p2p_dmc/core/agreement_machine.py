@@ -425,6 +425,7 @@ class AgreementMachine(AgreementState):
         """Move to a greater n that somebody else said."""
         self._court(word)
         self._evicted |= set(word.evicted)
+        self._shun_with(word)
         voters = {*word.voters, self.me.peer_id} if self._may_vote(word) else word.voters
         why = f"{word.sender.peer_id} says so"
         self._open(word.n, word.candidates, self._admissible(word), voters, why).hear(word)

@@ -86,7 +86,8 @@ class AgreementState:
         self._wanted: str | None = None
         self._wanted_at_once: str | None = None
         self._failures: dict[str, int] = {}
-        """Of each learner: reductions in a row that failed in views with it. Perhaps nobody can reach it for these."""
+        """Of each learner: views in a row that failed with it: a reduction did, or it could not enter. Perhaps some
+        other member cannot reach it, or is not heard by it."""
         self._shunned_ms: dict[str, int] = {}
         """Learners that are not let in before then."""
         self._strays: set[str] = set()
@@ -179,16 +180,24 @@ class AgreementState:
     def _shunned(self, peer_id: str) -> bool:
         return self._now < self._shunned_ms.get(peer_id, self._now)
 
-    def _blame_learners(self, view: View) -> None:
-        """A reduction failed. Whoever was only learning may be the reason, and stops nobody for long."""
-        for learner in view.learners:
+    def _blame(self, learners: Iterable[MemberId]) -> None:
+        """A reduction failed, or they cannot enter. Whoever is only learning stops nobody for long."""
+        for learner in learners:
             failures = self._failures[learner.peer_id] = self._failures.get(learner.peer_id, 0) + 1
             if failures > 1:
                 gap_ms = min(self._settings.shun_max_ms, self._settings.shun_ms << min(failures - 2, 20))
                 self._shunned_ms[learner.peer_id] = self._now + gap_ms
-                self._note(
-                    f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} reductions with it failed"
-                )
+                self._note(f"lets {learner.peer_id} not in for {gap_ms} ms: {failures} views with it failed")
+
+    def _shun_with(self, word: Propose) -> None:
+        """A voter of the last view goes on without a learner of it, which this peer need not have had to blame."""
+        last = self._last
+        if last is None or word.sender not in last.voters:
+            return
+        for learner in last.learners:
+            if learner.peer_id not in word.candidates:
+                until_ms = self._now + self._settings.shun_ms
+                self._shunned_ms[learner.peer_id] = max(until_ms, self._shunned_ms.get(learner.peer_id, 0))
 
     def _cause(self, view: View) -> str | None:
         """This peer's own reason to leave the standing view, now. A learner has none: it is the voters' to keep."""
