@@ -357,8 +357,12 @@ class Agent:
             return
         if self.membership is None:
             return
-        heard_ms = self.membership.last_heard_ms(record.peer_id)
-        promised = self.membership.last_promised(record.peer_id)
+        heard_ms, promised = self.membership.last_heard_ms(record.peer_id), {}
+        latest = self.membership.get(record.peer_id)
+        if latest is not None and latest.boot == record.boot:
+            promised = self.membership.last_promised(record.peer_id)
+        else:
+            heard_ms = None  # started again meanwhile: what was heard was heard of that one
         self.verdicts.crashed(record, heard_ms, now_ms(), promised)
         self._act(self.membership.refused(record.peer_id, record.boot, now_ms()))
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from p2p_dmc.agent import member_desk
+from p2p_dmc.agent import agent, member_desk
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.home import Home
@@ -29,6 +29,7 @@ from p2p_dmc.core.agreement_messages import (
     Stopped,
     Verdict,
 )
+from p2p_dmc.core.membership import MemberRecord
 from p2p_dmc.core.quorum import Quorum
 from tests.agent.helpers import peer, surroundings
 
@@ -187,3 +188,29 @@ def test_promises_that_a_connection_lost_are_said_again(
     core.promise_version, core.view = 7, None
     run.members.say_promises_again(run.agreement)
     assert not sent
+
+
+@pytest.mark.parametrize("latest", [1, 2])
+def test_what_is_heard_of_the_one_that_follows_is_not_heard_of_the_dead(
+    monkeypatch: pytest.MonkeyPatch, latest: int
+) -> None:
+    """The old port refuses while the peer has been started again on another one."""
+
+    async def refused(address: str) -> bool:
+        return True
+
+    monkeypatch.setattr(agent, "refused_by_host", refused)
+    told: list[tuple[int | None, dict[str, int]]] = []
+    membership = SimpleNamespace(
+        last_heard_ms=lambda peer_id: 7,
+        last_promised=lambda peer_id: {"r": 3},
+        get=lambda peer_id: SimpleNamespace(boot=latest),
+        refused=lambda *_: None,
+    )
+    verdicts = SimpleNamespace(
+        crashed=lambda record, heard_ms, _, promised: told.append((heard_ms, promised))
+    )
+    one = SimpleNamespace(membership=membership, verdicts=verdicts, _act=lambda _: None)
+    record = SimpleNamespace(peer_id=peer(1), boot=1, address="tcp://127.0.0.1:9")
+    asyncio.run(Agent._ask_host(cast(Agent, one), cast(MemberRecord, record)))
+    assert told == [(7, {"r": 3}) if latest == 1 else (None, {})]
