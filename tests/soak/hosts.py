@@ -117,12 +117,16 @@ class Hosts(Cluster):
         )
         self._nft(peer, "-f", "-", text=f"table inet {LOSS_TABLE} {{\n{rules}}}\n")
 
-    def silence(self, deaf: Peer, mute: Peer) -> str:
-        """Drop what comes to one peer from another one; by what name that is undone."""
+    def silence(self, deaf: Peer, mute: Peer, *, only_calls: bool = False) -> str:
+        """Drop what comes to one peer from another one; by what name that is undone.
+
+        ``only_calls``: its new connections alone, as a firewall does; it answers to those that the deaf one makes.
+        """
         self._silences += 1
         table = f"silence{self._silences}"
         address = self.address_of(mute.name).removeprefix("tcp://").rpartition(":")[0]
-        rule = f"type filter hook input priority 0; ip saddr {address} counter drop;"
+        calls = "tcp flags & (syn | ack) == syn" if only_calls else ""
+        rule = f"type filter hook input priority 0; ip saddr {address} {calls} counter drop;"
         self._nft(deaf, "-f", "-", text=f"table inet {table} {{\nchain input {{ {rule} }}\n}}\n")
         return table
 

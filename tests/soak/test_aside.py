@@ -1,4 +1,4 @@
-"""Of three hosts nothing passes between two: one stands aside, is killed as it begins to, or meanwhile."""
+"""Ways between hosts are broken: one stands aside, is killed as it begins to, or meanwhile; one cannot join."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ NAMES = ("seed", "b", "c")
 ALLOWED = not missing_tools() and can_lose()
 
 
-def three_hosts(root: Path, *deaf: tuple[str, str]) -> tuple[Hosts, list[Peer], list[tuple[Peer, str]]]:
+def three_hosts(
+    root: Path, *deaf: tuple[str, str], epochs: int = EPOCHS
+) -> tuple[Hosts, list[Peer], list[tuple[Peer, str]]]:
     """They begin to train. ``deaf``: (who, to whom) from the first; what comes last is how to undo each of these."""
-    hosts = Hosts(root / "peers", NAMES)
+    hosts = Hosts(root / "peers", (*NAMES, "d"))
     first = hosts.seed(
         write_samples(root / "tiny", 320), "--name", "tiny", "--insecure", address=hosts.address_of("seed")
     )
@@ -26,9 +28,11 @@ def three_hosts(root: Path, *deaf: tuple[str, str]) -> tuple[Hosts, list[Peer], 
     broken = [(named[who], hosts.silence(named[who], named[whom])) for who, whom in deaf]
     for name in NAMES:
         listen = [] if name == "seed" else ["--insecure", "--listen", hosts.address_of(name)]
-        peer = hosts.join(name, first, *arguments(hosts), options=["--min-peers", "3", *listen])
+        peer = hosts.join(
+            name, first, *arguments(hosts, epochs=epochs), options=["--min-peers", "3", *listen]
+        )
         hosts.listening(peer)
-    return hosts, hosts.peers, broken
+    return hosts, list(hosts.peers), broken
 
 
 @pytest.mark.long
@@ -82,3 +86,29 @@ def test_three_that_cannot_all_hear_each_other_found_a_run(
         assert all(hosts.silence_no_more(*one) > 0 for one in broken), "nothing was dropped"
         train_together(hosts, peers, after=time.time())
         finish(hosts, peers, epochs=EPOCHS)
+
+
+@pytest.mark.long
+def test_a_newcomer_that_does_not_hear_one_of_them_stops_the_others_for_moments(tmp_path: Path) -> None:
+    """Its firewall lets none of that one's connections in. It joins once it does."""
+    if not ALLOWED:
+        assert missing_tools() or not can_lose()
+        return
+    hosts, peers, _ = three_hosts(tmp_path, epochs=60)
+    with hosts:
+        train_together(hosts, peers)
+        newcomer, mute = hosts.peer("d"), hosts.peer("b")
+        table, begun_s = hosts.silence(newcomer, mute, only_calls=True), time.time()
+        options = ["--insecure", "--listen", hosts.address_of("d")]
+        hosts.join("d", hosts.peer("seed"), *arguments(hosts, epochs=60), options=options)
+
+        def goes_on_without(peer: Peer) -> bool:
+            views = [view for view in peer.events("view") if view["time"] > begun_s]
+            epochs = [view["view_epoch"] for view in views if view["learners"]]
+            done = [r for r in peer.rounds(begun_s) if epochs and r["view_epoch"] > epochs[-1]]
+            return len(epochs) >= 2 and len(done) >= 2
+
+        hosts.wait(lambda: all(map(goes_on_without, peers)), "the others go on", START_S)
+        assert not newcomer.rounds() and hosts.silence_no_more(newcomer, table) > 0, "nothing was dropped"
+        train_together(hosts, [*peers, newcomer], after=time.time())
+        finish(hosts, [*peers, newcomer], epochs=60)
