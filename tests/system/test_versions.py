@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from p2p_dmc.agent.run_files import load_run
 from tests.system.cluster import ANY_PORT, Cluster, Peer, write_samples
 from tests.system.conftest import SAMPLES
@@ -21,6 +23,7 @@ def trains_on(peer: Peer, run: str = "train") -> str:
     return str(dict(load_run(peer.home / "runs" / run)["fingerprint"])["data set"]).rpartition(" ")[2]
 
 
+@pytest.mark.long
 def test_a_run_keeps_to_its_version_and_the_next_takes_the_newer_one(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data)
     pair = start(cluster, seed, ["a", "b"])
