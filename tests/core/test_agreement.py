@@ -454,6 +454,54 @@ class TestAdoption:
         self.fail_with_b(cluster)
         assert "b" in cluster.standing("ab").peers, "a round with it went well in between"
 
+    def with_two_learners(self) -> Cluster:
+        """a and b train, c and d learn, in a view that has stood for a while."""
+        cluster = Cluster("ab").run("ab")
+        for name in "cd":
+            cluster.start(name)
+        self.let_in(cluster, "cd")
+        cluster.standing("abcd")
+        return cluster
+
+    def let_in(self, cluster: Cluster, names: str) -> None:
+        for voter in "ab":
+            for name in names:
+                cluster.do(voter, cluster[voter].join_requested(name, cluster.now))
+        for voter in "ab":
+            if not cluster[voter].frozen:
+                cluster.do(voter, cluster[voter].at_barrier(cluster.now))
+        cluster.deliver()
+        cluster.now += 2_000
+
+    def test_of_learners_only_the_one_that_cannot_enter_is_blamed_and_once_a_view(self) -> None:
+        cluster, lines = self.with_two_learners(), []
+        for view in range(2):
+            for _ in range(3):
+                lines += [
+                    line for line in cluster["a"].join_requested("c", cluster.now).trace if "lets" in line
+                ]
+            assert len(lines) == view, "once may be anybody's fault, and asking again is no other view"
+            cluster.do("b", cluster["b"].join_requested("c", cluster.now))
+            cluster.wait(3_000)
+            if not view:
+                assert "c" in cluster.standing("abcd").peers
+        assert lines == ["lets c not in for 30000 ms: 2 views with it failed"]
+        assert cluster.standing("abd").peers == ("a", "b", "d")
+
+    def test_only_a_voter_that_goes_on_without_a_learner_is_followed_in_that(self) -> None:
+        for sender, kept in (("b", False), ("e", True)):
+            cluster = self.with_two_learners()
+            cluster["a"].at_barrier(cluster.now)
+            word = cluster["b"].at_barrier(cluster.now).sends[0][1]
+            assert isinstance(word, Propose)
+            names = tuple(sorted({"a", "b", "d", sender}))
+            other = replace(
+                word, n=9, sender=MemberId(peer_id=sender, boot=1), candidates=names, voters=("a", "b")
+            )
+            cluster["a"].receive(other, cluster.now)
+            attempt = cluster["a"]._attempt
+            assert attempt is not None and attempt.n == 9 and ("c" in attempt.candidates) == kept
+
     def test_one_that_became_a_voter_is_enough(self) -> None:
         cluster = self.promoted("b")
         done = cluster.round("ab")

@@ -207,6 +207,13 @@ class TestVerdicts:
         book.hear_promises(promised("a", version=4, n=7))
         assert book.records[member("a")] == Stopped(member=member("a"), n=7, base=V)
 
+    def test_of_a_crash_the_newest_promises_count(self) -> None:
+        book = PeerBook()
+        book.hear_promises(promised("a", version=2, base=None))
+        book.judge(member("a"), CRASHED, 2)
+        book.hear_promises(promised("a", version=3))  # its base moved; it said no other set
+        assert book.records[member("a")] == Stopped(member=member("a"), n=5, base=V)
+
     def test_a_second_agent_of_the_same_member_may_have_promised_more(self) -> None:
         book = PeerBook()
         book.hear_promises(promised("a", version=2))
