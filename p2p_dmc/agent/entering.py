@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from p2p_dmc.agent.run import Run
 
 
+ASKED_AT_ONCE = 8
+"""Others that a newcomer asks to be let in, in turn: a view is left when most of its voters have a reason to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPeer:
     """Another live peer's word about this run."""
@@ -101,6 +105,7 @@ class Entrance:
         self._ready_set: tuple[str, ...] = ()
         self._still_since_s = 0.0
         self._asked_s = 0.0
+        self._asked = 0
 
     def step(
         self, mine: RunMeta, me: str, peers: Sequence[OtherPeer], seed_known: bool, courted: bytes = b""
@@ -176,7 +181,9 @@ class Entrance:
         if now_s - self._asked_s < self._retry_s:
             return Step()
         self._asked_s = now_s
-        return Step(ask=tuple(p.peer_id for p in standing[:8]))
+        self._asked += 1
+        turn = ASKED_AT_ONCE * (self._asked - 1) % max(1, len(standing))
+        return Step(ask=tuple(p.peer_id for p in (standing[turn:] + standing[:turn])[:ASKED_AT_ONCE]))
 
     def rivals(self, mine: RunMeta, peers: Sequence[OtherPeer]) -> Step | None:
         """Whether somebody continues another history of this run; None if not. Ask now and then, in a view too.

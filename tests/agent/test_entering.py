@@ -116,6 +116,16 @@ def test_where_a_view_stands_it_asks_now_and_then() -> None:
     assert len(door.after(9, *many).ask) == 8
 
 
+def test_it_asks_all_in_turn() -> None:
+    """A view is left when most of its voters want to: eight of twenty are too few, whoever they are."""
+    door = Door()
+    many = [other(i, view_epoch=1, history=H1) for i in range(20)]
+    asked = [door.after(1, *many).ask for _ in range(3)]
+    assert [len(ask) for ask in asked] == [8, 8, 8] and {name for ask in asked for name in ask} == {
+        one.peer_id for one in many
+    }
+
+
 def test_of_several_histories_a_newcomer_asks_the_one_that_is_the_furthest() -> None:
     """Whoever asks and then does not answer, for it answered another one, costs them a view."""
     few = other(1, view_epoch=9, history=H2, samples=5)

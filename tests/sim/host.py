@@ -160,6 +160,9 @@ class Host:
         # on disk
         self.disk = Promises()
         self.closed = False
+        self.told = True
+        """It tells how new its promises are with each sign of life: not after it has opened a closed run again, until it
+        has promised more. Its end is a death only until then, for it will be the same member at its next start."""
         self.checkpoint: Model | None = None
         self.first = model
         """What its trainer starts with when there is nothing else."""
@@ -194,7 +197,7 @@ class Host:
         self.armed: int | None = None
         """It dies the next time it promises something, having said only so many words."""
         self.heard: dict[str, tuple[int, int, int]] = {}
-        """Of each other one: (boot, when it was last heard on this host's clock, its promise version)."""
+        """Of each other one: (boot, when it was last heard on this host's clock, its promise version or `UNTOLD`)."""
         self.verdicts: dict[str, tuple[int, Verdict]] = {}
         self.view: View | None = None
         self.early: dict[MemberId, Header] = {}

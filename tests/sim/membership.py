@@ -15,6 +15,8 @@ from tests.sim.host import Host
 from tests.sim.network import Network
 
 SUSPICION_MS = 1_500
+UNTOLD = -1
+"""In place of a version: it said nothing of its promises (`Host.told`), and its end is a death only."""
 
 
 @dataclass
@@ -29,6 +31,12 @@ class Ages:
     """... of which the promises were older than its last acknowledgement."""
     behind_the_dead: int = 0
     """... of which the promises were older than the dead one's last, whoever it had told."""
+
+
+def told(host: Host) -> int:
+    """How new its promises are, as its signs of life say."""
+    assert host.core is not None
+    return host.core.promise_version if host.told else UNTOLD
 
 
 class Detector:
@@ -64,7 +72,7 @@ class Detector:
         if host.core is None or other.core is None:
             return
         now = self.now_ms + host.clock_ms
-        host.heard[other.peer_id] = (other.boot, now, other.core.promise_version)
+        host.heard[other.peer_id] = (other.boot, now, told(other))
         self.tell(host, other, other.boot, Verdict.REACHABLE)
 
     def meet(self, host: Host, others: Sequence[Host]) -> None:
@@ -72,7 +80,7 @@ class Detector:
         now = self.now_ms + host.clock_ms
         for other in others:
             if other is not host and host.core is not None and other.core is not None:
-                host.heard.setdefault(other.peer_id, (other.boot, now, other.core.promise_version))
+                host.heard.setdefault(other.peer_id, (other.boot, now, told(other)))
 
     def tell(self, host: Host, other: Host, boot: int, verdict: Verdict, version: int = 0) -> None:
         if host.up and host.verdicts.get(other.peer_id) != (boot, verdict):
@@ -91,7 +99,7 @@ class Detector:
         refused = other.core is None or other.boot > boot
         if not host.up or not boot or not refused or not self.network.both_ways(host.peer_id, other.peer_id):
             return
-        in_contact = self.now_ms + host.clock_ms - heard_ms < self.contact * SUSPICION_MS
+        in_contact = self.now_ms + host.clock_ms - heard_ms < self.contact * SUSPICION_MS and version != UNTOLD
         if in_contact and host.verdicts.get(other.peer_id) != (boot, Verdict.CRASHED):
             self._note_age(host, other, boot, version)
         self.tell(
@@ -99,7 +107,7 @@ class Detector:
             other,
             boot,
             Verdict.CRASHED if in_contact else Verdict.UNREACHABLE,
-            version,
+            max(0, version),
         )
 
     def _note_age(self, host: Host, other: Host, boot: int, acknowledged: int) -> None:

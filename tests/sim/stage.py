@@ -117,6 +117,7 @@ class Stage:
             self.end(host)
         if host.core is not None or host.outcome == "finished" or not host.boot:
             return
+        host.told = not host.closed
         if host.closed:  # it is the member that stopped with the run, and keeps its vote
             self.resumed += 1
         else:
@@ -143,7 +144,7 @@ class Stage:
         """Its trainer is gone, perhaps with samples in hand; its agent says so."""
         host.lose_trainer(in_hand=in_hand)
         stopped = core.withdraw()
-        host.closed = False
+        host.closed, host.told = False, True
         self.say(host, "withdraws")
         for other in self.hosts.values():
             if other is not host:
@@ -191,7 +192,7 @@ class Stage:
         require(7, core._n >= n, "n of {} fell from {} to {}", host.peer_id, n, core._n)
         sends, dies = ready.sends, False
         if ready.persist is not None:
-            host.disk, host.closed = ready.persist, False
+            host.disk, host.closed, host.told = ready.persist, False, True
             if host.armed is not None:
                 sends, dies = sends[: host.armed], True
         for peer, message in sends:
