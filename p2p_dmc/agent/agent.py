@@ -437,7 +437,7 @@ class Agent:
             collective_host=lambda: split_address(self.address)[0],
         )
 
-    def _promised(self, run: str, version: int) -> None:
+    def _promised(self, run: str, version: int | None) -> None:
         if self.membership is not None:
             self.membership.promised(run, version)
 

@@ -63,8 +63,8 @@ class Run:
         boot = run_files.boot_for(record, services.boot, lambda: services.home.start_identity().boot)
         self.me = MemberId(peer_id=services.peer_id, boot=boot)
         self._promises = record.promises if record else Promises()
-        services.promised(name, self._promises.version)
         self._closed = record is not None and record.closed
+        self._tell_version(self._promises.version)
         self.keeper = StateKeeper(name, self.folder, services, self._promises)
         self.values = GroupValues(name, services)
         self.end = RunEnd(self)
@@ -114,13 +114,19 @@ class Run:
         unsaved = persist is not None and not self._save(persist, closed=False)
         if unsaved or agreement is None:
             return ready  # what is not on disk is not said, and nothing is by a peer that has fallen silent
-        self.services.promised(self.name, agreement.promise_version)
+        self._tell_version(agreement.promise_version)
         self.members.say(ready.sends)
         if ready.froze:
             self.views.frozen()
         if ready.installed is not None:
             self.views.installed(ready.installed)
         return ready
+
+    def _tell_version(self, version: int) -> None:
+        """With every sign of life; not of a closed run opened again before it has promised more: its end is a death
+        only, for it will be the same member at its next start.
+        """
+        self.services.promised(self.name, None if self._closed else version)
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
         """Put promises on disk; when it takes none, this peer leaves the run with a word, and the others go on."""

@@ -31,7 +31,7 @@ class Services:
     """peer_id, message, run: best effort, the protocols repeat themselves."""
     members: Callable[[], tuple[MemberRecord, ...]]
     """Everybody that membership knows, this peer included."""
-    promised: Callable[[str, int], None]
+    promised: Callable[[str, int | None], None]
     """The version of this peer's promises in a run, by name: every sign of life tells it from here on."""
     meta_changed: Callable[[], None]
     """What this peer says of its runs has changed."""

@@ -54,11 +54,15 @@ class Voice:
             promised=tuple(sorted(self._promised.items())),
         )
 
-    def promised(self, run: str, version: int) -> None:
-        """Said with every message from here on. Of too many runs, that whose promises changed longest ago goes."""
+    def promised(self, run: str, version: int | None) -> None:
+        """Said with every message from here on; None: of this run nothing is. Of too many, that whose promises changed
+        longest ago goes.
+        """
         if self._promised.get(run) == version:
             return
         self._promised.pop(run, None)
+        if version is None:
+            return
         if len(self._promised) >= MAX_PROMISED:
             del self._promised[next(iter(self._promised))]
         self._promised[run] = version

@@ -233,7 +233,7 @@ class Membership:
             self._voice.gossip(now_ms)
         return self._output(now_ms)
 
-    def promised(self, run: str, version: int) -> None:
+    def promised(self, run: str, version: int | None) -> None:
         """This peer's promises in a run are of this version now: before anything is sent that depends on them."""
         self._voice.promised(run, version)
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from p2p_dmc.agent import agent, member_desk
+from p2p_dmc.agent import agent, member_desk, run_files
 from p2p_dmc.agent.agent import Agent, AgentOptions
 from p2p_dmc.agent.clock import now_ms
 from p2p_dmc.agent.home import Home
@@ -150,6 +150,49 @@ def test_a_closed_record_knows_of_all_that_was_said(tmp_path: Path) -> None:
     run.act(Ready())
     record = load_record(run.folder)
     assert record is not None and not record.closed and record.promises.version == 9
+
+
+def test_who_opens_a_closed_run_again_tells_nothing_before_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same member at its next start: who counted it as crashed would count out one that lives."""
+    monkeypatch.setattr(run_files, "closed_is_whole", lambda folder: True)
+    around, told = surroundings(tmp_path), []
+    services = around.services
+    object.__setattr__(services, "promised", lambda run, version: told.append(version))
+    promises = Promises(n=3, version=8)
+    save_record(services.home.run_folder("r"), RunRecord(promises=promises, closed=True, boot=1))
+    run = with_core(Run("r", RunOptions(), services))
+    assert run.agreement is not None and run.me.boot == 1
+    run.act(Ready())
+    assert set(told) == {None}
+    run.act(run.agreement.found((peer(1), peer(2)), now_ms()))
+    assert told[-1] == 9
+
+
+@pytest.mark.parametrize(("reopened", "crashed"), [(False, True), (True, False)])
+def test_a_member_that_has_reopened_a_closed_run_only_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: bool, crashed: bool
+) -> None:
+    monkeypatch.setattr(run_files, "closed_is_whole", lambda folder: True)
+
+    async def life() -> tuple[dict[str, int], bool]:
+        async with contextlib.AsyncExitStack() as stack:
+            a, b = await stack.enter_async_context(agents(tmp_path))
+            here = with_core(a.runs["r"]).agreement
+            assert here is not None and told(a, b) == {"r": 0}
+            boot = b.runs["r"].me.boot if not reopened else b.runs["r"].me.boot - 1
+            folder = b.home.run_folder("r")
+            save_record(folder, RunRecord(promises=Promises(version=4), closed=reopened, boot=boot))
+            b.runs["r"] = Run("r", RunOptions(), b.services())
+            b.meta_changed()
+            await until(lambda: told(a, b) == ({} if reopened else {"r": 4}))
+            last = told(a, b)
+            await b.control.close()  # its host refuses from here on
+            await until(lambda: here._book.gone(b.peer_id))
+            return last, bool(here._book.crashed)
+
+    assert asyncio.run(life()) == ({} if reopened else {"r": 4}, crashed)
 
 
 def test_the_version_reaches_the_core(tmp_path: Path) -> None:

@@ -161,8 +161,8 @@ class Host:
         self.disk = Promises()
         self.closed = False
         self.told = True
-        """It tells how new its promises are with each sign of life: not after it has opened a closed run again, until it
-        has promised more. Its end is a death only until then, for it will be the same member at its next start."""
+        """It tells how new its promises are with each sign of life: once it has opened a closed run again, not until
+        it has promised more. Its end is a death only until then, for it will be the same member at its next start."""
         self.checkpoint: Model | None = None
         self.first = model
         """What its trainer starts with when there is nothing else."""
