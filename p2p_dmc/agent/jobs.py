@@ -121,6 +121,9 @@ class Jobs:
             if job.trainer_id is not None:
                 self._run_of_trainer.pop(job.trainer_id, None)
                 job.trainer_id = None
+            exit_facts = {"code": ended.code, "signal": ended.signal_name}
+            self._agent.journal.event("trainer_exit", run=job.run.name, **exit_facts)
+            await job.run.end.settle()  # nobody is to miss this peer because its script ended meanwhile
             result = self._judge(job, ended, budget)
             if result is not None:
                 await self._finish(job, result)
@@ -129,13 +132,15 @@ class Jobs:
     def _judge(self, job: Job, ended: TrainerExit, budget: RestartBudget) -> SubmitEnded | None:
         """What a trainer's end means; None: start it again."""
         run, outcome = job.run, job.run.end.outcome
-        self._agent.journal.event("trainer_exit", run=run.name, code=ended.code, signal=ended.signal_name)
         if outcome == "finished":
             if ended.code:
                 return SubmitEnded(
                     code=1, line=f"the run is finished, but the script failed: {ended.last_line}"
                 )
             return SubmitEnded(code=0, line=run.end.detail)
+        if outcome == "stopped" and ended.code > 0 and not job.stopping:
+            line = f"run {run.name!r} is stopped, but the script failed: {ended.last_line}"
+            return SubmitEnded(code=1, line=line)
         if outcome in ("stopped", "left") or job.stopping:
             return SubmitEnded(
                 code=0, line=f"run {run.name!r} {outcome or 'left'}; the same command goes on from there"

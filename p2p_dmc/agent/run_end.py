@@ -43,6 +43,8 @@ class RunEnd:
         self.done = asyncio.Event()
         self.roll = RollCall(run)
         self._closing = self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
+        """What the run's end still takes here, once it is agreed."""
         self.leaving = False
         """This peer says no header any more: it would draw the others into a reduction that it breaks."""
         self._round_over = asyncio.Event()
@@ -73,7 +75,7 @@ class RunEnd:
             training.frozen = True
             if finished:
                 self._closing = True
-                self._run.spawn(self._close(training.held))
+                self._ending = self._run.spawn(self._close(training.held))
             else:
                 self._begin_stop(training.held)
 
@@ -82,7 +84,20 @@ class RunEnd:
         self._closing = self._stopping = True
         self.roll.begin()
         self._run.fall_silent()
-        self._run.spawn(self._stop(held))
+        self._ending = self._run.spawn(self._stop(held))
+
+    async def settle(self) -> None:
+        """How the run ends is agreed, and on its way to the disk here: until it is over, or fails.
+
+        From that instant on it makes no difference to the others, nor to this peer's vote, what becomes of its trainer.
+        """
+        if self._ending is None or self.outcome:
+            return
+        over = asyncio.ensure_future(self.done.wait())
+        try:
+            await asyncio.wait({over, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
 
     async def _close(self, held: Held) -> None:
         run = self._run
@@ -123,7 +138,7 @@ class RunEnd:
         run, training = self._run, self._run.training
         if self._stopping and not self.outcome:  # the others wait to hear that its state is on disk
             run.services.say(f"run {run.name!r} is being stopped; leaving once its state is on disk")
-            await self.done.wait()
+            await self.settle()
         if training is None or self._closing or self.outcome:
             return
         alone = len(training.view.members) == 1  # then whatever it completed is committed
@@ -188,7 +203,7 @@ class RunEnd:
         if closed.finished:
             if held is None or held.ref.lineage <= closed.lineage:
                 self._closing = True
-                run.spawn(self._adopt_end(sender, ref))
+                self._ending = run.spawn(self._adopt_end(sender, ref))
         elif held is not None and held.ref == ref and run.agreement is not None and self._stops_with(sender):
             self._begin_stop(held)
         # else it was not at the barrier, or has just been started again: it resumes with the others

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from p2p_dmc.agent.client import ask
@@ -120,3 +122,36 @@ def test_ctrl_c_ends_the_wait_for_one_that_is_slow(cluster: Cluster, data: Path)
     train_together(cluster, [a, b], after=when)
     assert {first_start(p, when) for p in (a, b)} == {end}
     finish(cluster, [a, b])
+
+
+@pytest.mark.long
+def test_a_script_ends_by_itself_while_its_peer_stops(cluster: Cluster, data: Path) -> None:
+    """Its agent writes the state all the same and says so: all keep their votes, and any two go on."""
+    orders = obeys(cluster, cluster.peer("c"))
+    a, b, c = three(cluster, data, {})
+    cluster.wait(
+        lambda: c.events("checkpoint"), "c has written a checkpoint; the next one is that of the stop"
+    )
+    give(orders, "checkpointing", "stop")
+    trainer = c.trainer()
+    assert trainer is not None and ask([a.address], "stop")["stopping"]
+    struck(cluster, orders, "checkpointing")
+    trainer.send_signal(signal.SIGUSR1)
+    cluster.wait(
+        lambda: trainer.status() == psutil.STATUS_ZOMBIE, "c's script has ended, and nobody has seen it"
+    )
+    assert not c.events("run_over")
+    c.go_on()
+    cluster.ended([a, b])
+    cluster.ended([c], code=1)
+    assert "run 'train' is stopped, but the script failed" in c.said()
+    assert [e["outcome"] for e in c.events("run_over")] == ["stopped"]
+    assert all(map(keeps_vote, (a, b, c)))
+    end = newest(a)
+
+    when = time.time()
+    for peer in (b, c):
+        cluster.restart(peer)
+    train_together(cluster, [b, c], after=when)
+    assert {first_start(p, when) for p in (b, c)} == {end}
+    finish(cluster, [b, c])
