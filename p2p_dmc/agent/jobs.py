@@ -121,8 +121,9 @@ class Jobs:
             if job.trainer_id is not None:
                 self._run_of_trainer.pop(job.trainer_id, None)
                 job.trainer_id = None
-            exit_facts = {"code": ended.code, "signal": ended.signal_name}
-            self._agent.journal.event("trainer_exit", run=job.run.name, **exit_facts)
+            self._agent.journal.event(
+                "trainer_exit", run=job.run.name, code=ended.code, signal=ended.signal_name
+            )
             await job.run.end.settle()  # nobody is to miss this peer because its script ended meanwhile
             result = self._judge(job, ended, budget)
             if result is not None:

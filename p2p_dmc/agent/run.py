@@ -123,14 +123,13 @@ class Run:
         return ready
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
-        """Put promises on disk; when it takes none, this peer leaves the run with a word, and the others go on."""
+        """Put promises on disk. False when it takes none (`RunEnd.disk_refused`)."""
         self._promises, self._closed = promises, closed
         record = run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
         try:
             run_files.save_record(self.folder, record)
         except OSError as error:
-            remedy = "free some disk space and run the command again"
-            self.desk.refuse(f"{self.folder}: {error.strerror}; {remedy}")
+            self.end.disk_refused(error)
             return False
         return True
 

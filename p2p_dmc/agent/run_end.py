@@ -117,7 +117,7 @@ class RunEnd:
         """The state goes to disk; then the others are told, and this peer waits until all have said the same."""
         run = self._run
         written = await run.checkpoint(held, closed=True)
-        refused = self.outcome  # it left meanwhile, or its disk took no promise
+        refused = self.outcome  # it left meanwhile
         reach("stopped")
         self.roll.stopped(held.ref, on_disk=written and not refused)
         run.to_trainer(local.TrainerStop(reason="the run was stopped"))
@@ -125,6 +125,15 @@ class RunEnd:
         self.over("stopped", "")
         self.roll.look()
         await self.roll.attend()
+
+    def disk_refused(self, error: OSError) -> None:
+        """It takes no promise: this peer leaves the run with a word, and the others go on. Or it has stopped anyway."""
+        run = self._run
+        reason = f"{run.folder}: {error.strerror}; free some disk space"
+        if self._stopping:
+            run.services.say(reason)
+        else:
+            run.desk.refuse(f"{reason} and run the command again")
 
     def _tell_all(self, final: Held | None = None) -> None:
         run = self._run

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent import jobs as jobs_module
-from p2p_dmc.agent import roll_call, run_end, run_files
+from p2p_dmc.agent import roll_call, run_end, run_files, state_keeper
 from p2p_dmc.agent.jobs import Job, Jobs
 from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions
@@ -23,11 +23,12 @@ from p2p_dmc.agent.supervisor import TrainerExit
 from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.agreement_messages import StateRef
 from p2p_dmc.wire.messages import AGREEMENT_MESSAGES, RunClosed, SubmitScript, Withdrawn
-from p2p_dmc.wire.trainer_messages import TrainerStop
+from p2p_dmc.wire.trainer_messages import TrainerRefused, TrainerStop
 from tests.agent.helpers import PARAMETERS, Around, peer, plain, record, run_meta, state, surroundings
 from tests.core.agreement_cluster import Cluster
 
 AT = (1, 1)
+FULL = OSError(28, "No space left on device")
 ENDS = {
     "its own end": TrainerExit(code=0, signal_name="", last_line="done"),
     "an error": TrainerExit(code=1, signal_name="", last_line="ValueError: no"),
@@ -259,3 +260,77 @@ def test_a_stop_that_fails_holds_no_command_up(tmp_path: Path, monkeypatch: pyte
         assert net[3].around.named("fault")
 
     asyncio.run(life())
+
+
+class Disks:
+    """Those of these numbers take no checkpoint any more, no record of promises, or neither."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full: dict[str, tuple[int, ...]] = {}
+        for module, name, place in (
+            (state_keeper, "write_checkpoint", "checkpoint"),
+            (run_files, "save_record", "record"),
+        ):
+            monkeypatch.setattr(module, name, self._or_not(getattr(module, name), place))
+
+    def _or_not(self, write: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def wrapped(folder: Path, *args: Any, **facts: Any) -> Any:
+            if any(f"home{n}" in folder.parts for n in self.full.get(what, ())):
+                raise FULL
+            return write(folder, *args, **facts)
+
+        return wrapped
+
+    def fill(self, what: str, *numbers: int) -> None:
+        self.full |= {one: numbers for one in ("checkpoint", "record") if what in (one, "disk")}
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
+    monkeypatch.setattr(jobs_module, "TrainerProcess", Script)
+    return Disks(monkeypatch)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "record", "disk"])
+def test_one_disk_that_takes_nothing_costs_one_vote_and_no_more(
+    tmp_path: Path, disks: Disks, what: str
+) -> None:
+    """Its peer is deaf and dumb like the others: nobody can go on with it without them."""
+    net = stopped(tmp_path, lambda net: disks.fill(what, 3))
+    disks.full.clear()
+    assert [net[n].run.end.outcome for n in net.numbers] == ["stopped"] * 3
+    assert [net[n].closed for n in net.numbers] == [True, True, False]
+    assert net[3].around.named("roll_call")[0] == net[3].around.named("roll_call")[0] | {
+        "kept": False,
+        "missing": [],
+    }
+    assert "No space left on device" in net[3].lines and "training goes on" not in net[3].lines
+    assert "is not on this peer's disk: at its next start it has no vote" in net[3].lines
+    assert not any("all peers of the last view are needed" in net[n].lines for n in net.numbers)
+    assert [type(m) for m in net[3].said if isinstance(m, (TrainerStop, TrainerRefused))] == [TrainerStop]
+    assert net.goes_on(1, 2) and net.goes_on(1, 2, 3)
+    assert net.goes_on(1, 3), (
+        "its next life says what it promised, and half with the first of the view is enough"
+    )
+    assert not net.goes_on(2, 3) and not net.goes_on(3)
+
+
+@pytest.mark.parametrize(("full", "alone"), [(2, True), (1, False)])
+def test_of_two_the_one_whose_disk_takes_the_state_brings_it_back(
+    tmp_path: Path, disks: Disks, full: int, alone: bool
+) -> None:
+    net = stopped(tmp_path, lambda net: disks.fill("disk", full), count=2)
+    disks.full.clear()
+    other = 3 - full
+    assert net[other].closed and not net[full].closed
+    assert net.goes_on(other) is alone and not net.goes_on(full)
+    assert net.goes_on(1, 2)
+
+
+def test_with_no_disk_left_all_are_needed(tmp_path: Path, disks: Disks) -> None:
+    net = stopped(tmp_path, lambda net: disks.fill("disk", 1, 2, 3))
+    disks.full.clear()
+    assert not any(net[n].closed for n in net.numbers)
+    for pair in ((1, 2), (2, 3), (1, 3)):
+        assert all(core.view is None for core in net.again(*pair).cores.values())
+    assert all(core.view is not None for core in net.again(1, 2, 3).cores.values())
