@@ -80,6 +80,7 @@ class RollCall:
             lineage=ref.lineage,
             digest=ref.digest,
             finished=False,
+            history=self._run.history,
             view_id=view.view_id if deaf else b"",
             answer=False,
         )

@@ -33,7 +33,6 @@ from p2p_dmc.core.agreement_messages import (
     MemberId,
     Promises,
     Ready,
-    Replaced,
     StateRef,
     Stopped,
     Verdict,
@@ -396,14 +395,15 @@ class Run:
         return agreement.committed_lineage if (agreement := self.agreement or self._silent) else None
 
     @property
-    def history(self) -> bytes:
-        """The run's founding, as far as this peer knows it."""
-        return self.agreement.history if self.agreement is not None else self._promises.history
+    def promises(self) -> Promises:
+        """What this peer has promised, and in which founding of the run."""
+        return self.agreement.promises if self.agreement is not None else self._promises
 
     @property
-    def replaced(self) -> tuple[Replaced, ...]:
-        """The histories that it took the place of, newest first."""
-        return (self.agreement.promises if self.agreement is not None else self._promises).replaced
+    def history(self) -> bytes:
+        """The run's founding, as far as this peer knows it."""
+        here = self.agreement.history if self.agreement is not None else self._promises.history
+        return here or self.end.history
 
     def tick(self) -> None:
         """Timers of the core, repeated headers, and the way into a view."""

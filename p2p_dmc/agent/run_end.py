@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
-from p2p_dmc.agent.entering import others
+from p2p_dmc.agent.entering import others, speaks_for
 from p2p_dmc.agent.roll_call import RollCall
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
@@ -38,6 +38,8 @@ class RunEnd:
         self._run = run
         self.outcome = ""
         self.detail = ""
+        self.history = b""
+        """The founding of which this peer, a newcomer, has taken the end."""
         self.over_s = 0.0
         self.stop_asked = False
         self.done = asyncio.Event()
@@ -193,13 +195,14 @@ class RunEnd:
                 lineage=held.ref.lineage,
                 digest=held.ref.digest,
                 finished=final is not None or self.outcome == "finished",
+                history=self._run.history,
                 view_id=b"",
                 answer=False,
             )
             self._run.to_member(peer_id, closed)
 
     def closed_elsewhere(self, sender: str, closed: messages.RunClosed) -> None:
-        """Another peer ended the run at this state; RemoteProtocolError when it can be none."""
+        """Another peer ended the run at this state; RemoteProtocolError when it can be none, or is not its to say."""
         run, held = self._run, self._run.keeper.current
         try:
             ref = StateRef(lineage=closed.lineage, digest=closed.digest)
@@ -210,9 +213,12 @@ class RunEnd:
         if self.outcome or self._closing or run.keeper.slots is None:
             return
         if closed.finished:
-            if held is None or held.ref.lineage <= closed.lineage:
+            if not speaks_for(run, sender, closed.history):
+                raise RemoteProtocolError("a run finished, says one that is in no founding of it known here")
+            # lineages of two foundings say nothing of each other
+            if held is None or not run.history or held.ref.lineage <= closed.lineage:
                 self._closing = True
-                self._ending = run.spawn(self._adopt_end(sender, ref))
+                self._ending = run.spawn(self._adopt_end(sender, ref, closed.history))
         elif held is not None and held.ref == ref and run.agreement is not None and self._stops_with(sender):
             self._begin_stop(held)
         # else it was not at the barrier, or has just been started again: it resumes with the others
@@ -221,16 +227,19 @@ class RunEnd:
         """A member of its view: one that was counted out, stopped where this view began, and is back, ends nothing."""
         return self._run.view is not None and sender in self._run.view.peers
 
-    async def _adopt_end(self, sender: str, ref: StateRef) -> None:
+    async def _adopt_end(self, sender: str, ref: StateRef, history: bytes) -> None:
         run = self._run
         record = run.services.record(sender)
         addresses = [record.bulk_address] if record else []
         try:
-            await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
+            held = await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
+            if not held.ledger.done:
+                raise AdoptionFailedError("the run is not finished with this state: samples are left")
         except (AdoptionFailedError, UserError, OSError) as error:
             run.event("adoption_failed", reason=str(error))
             self._closing = False
             return
+        self.history = run.keeper.history = history
         await self._close(run.keeper.make_current(ref))
 
     def over(self, outcome: str, detail: str) -> None:
