@@ -124,6 +124,17 @@ class RollCall:
         """The other voters that were not heard to have stopped in this peer's view at its state."""
         return tuple(v for v in self._voters if not self._at_my_state(v) or not self._in_my_view(v))
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """For whose word this peer waits, by id."""
+        return tuple(voter.peer_id for voter in self._awaited()) if self.attending else ()
+
+    @property
+    def unheard(self) -> tuple[str, ...]:
+        """Whose word has not come, by id: with them all peers of the last view are needed to go on."""
+        counts = self._own is not None and bool(self._own.view_id)
+        return tuple(voter.peer_id for voter in self.missing()) if counts else ()
+
     def _awaited(self) -> tuple[MemberId, ...]:
         """Of the missing those that may yet say so: not the dead, nor those that go on or have stopped otherwise."""
         run, own, waited_s = self._run, self._own, time.monotonic() - self._since_s

@@ -56,6 +56,18 @@ class RunEnd:
         """The run has ended here as all agreed: no view follows, and what is on disk stays as it is."""
         return self.outcome in ("finished", "stopped")
 
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """For whom the stop of the run waits, by id, perhaps for this peer itself; () while nobody stops it."""
+        run, rounds = self._run, self._run.rounds
+        if self.outcome:
+            return self.roll.awaited
+        if self._stopping:
+            return (run.me.peer_id,)  # its state is on the way to its disk
+        if self.stop_asked and rounds is not None:
+            return tuple(member.peer_id for member in rounds.barrier.missing())
+        return ()
+
     def ask_stop(self, reason: str, *, tell: bool) -> None:
         """Agree to stop: the closing flag goes into this peer's next header, and everybody is told to do the same."""
         if self.stop_asked or self.outcome:

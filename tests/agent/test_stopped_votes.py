@@ -87,6 +87,7 @@ class Machine:
         ledger = SimpleNamespace(epoch=0, part=0)
         work = SimpleNamespace(claims=lambda: ())
         facts = {"reducing": None, "ledger": ledger, "work": work, "freeze": lambda: None}
+        facts["repeat"] = lambda: None
         return SimpleNamespace(frozen=False, held=self.run.keeper.current, view=self.run.view, **facts)
 
     def _jobs(self) -> Jobs:
@@ -258,6 +259,32 @@ def test_a_stop_that_fails_holds_no_command_up(tmp_path: Path, monkeypatch: pyte
         leaving = asyncio.ensure_future(net[3].run.end.save_before_leaving())
         await net.until(lambda: net[3].job.ended.is_set() and leaving.done())
         assert net[3].around.named("fault")
+
+    asyncio.run(life())
+
+
+def test_for_whom_a_stop_waits_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a step to end, for a disk, for a word: at each peer by itself."""
+    monkeypatch.setattr(jobs_module, "TrainerProcess", Script)
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        one = net[1].run
+        barrier = SimpleNamespace(missing=lambda: [one.me, *one.view.voters[2:]] if one.view else [])
+        one.training.barrier = cast(Any, barrier)  # type: ignore[union-attr]
+        assert one.end.waits_for == (), "nobody stops it"
+        one.end.ask_stop("", tell=False)
+        assert one.end.waits_for == (peer(1), peer(3))
+        await net.stop()
+        assert one.end.waits_for == (peer(1),)
+        net[1].disk.set()
+        await net.until(lambda: one.end.roll.attending)
+        assert one.end.waits_for == one.end.roll.unheard == (peer(2), peer(3))
+        net[2].disk.set()
+        await net.until(lambda: one.end.waits_for == (peer(3),))
+        assert net[3].run.end.waits_for == (peer(3),)
+        await net.end()
+        assert one.end.waits_for == one.end.roll.unheard == ()
 
     asyncio.run(life())
 
