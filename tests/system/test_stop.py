@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_wait_for_one_that_is_slow(cluster: Cluster, data: Path)
 
 @pytest.mark.long
 def test_a_script_ends_by_itself_while_its_peer_stops(cluster: Cluster, data: Path) -> None:
-    """Its agent writes the state all the same and says so: all keep their votes, and any two go on."""
+    """Its agent writes the state all the same and says so: all keep their votes."""
     orders = obeys(cluster, cluster.peer("c"))
     a, b, c = three(cluster, data, {})
     cluster.wait(
@@ -144,11 +144,4 @@ def test_a_script_ends_by_itself_while_its_peer_stops(cluster: Cluster, data: Pa
     [over] = c.events("run_over")
     assert over["outcome"] == "stopped" and over["time"] > c.events("trainer_exit")[0]["time"]
     assert all(map(keeps_vote, (a, b, c)))
-    end = newest(a)
-
-    when = time.time()
-    for peer in (b, c):
-        cluster.restart(peer)
-    train_together(cluster, [b, c], after=when)
-    assert {first_start(p, when) for p in (b, c)} == {end}
-    finish(cluster, [b, c])
+    assert newest(a) == newest(b) == newest(c)
