@@ -71,8 +71,39 @@ def run_meta(run: Run) -> RunMeta:
         quorum=desk.quorum,
         backend=desk.backend,
         on_lost=desk.on_lost,
-        replaced=tuple(r.history for r in run.replaced if r.evicted)[:REPLACED_TOLD],
+        replaced=tuple(r.history for r in run.promises.replaced if r.evicted)[:REPLACED_TOLD],
     )
+
+
+def speaks_for(run: Run, sender: str, history: bytes) -> bool:
+    """Whether a peer is in the founding of the run that this one is in, and speaks of that one.
+
+    It is if it is in the newest view here, as the one that it was then, or if it says so to everybody. A newcomer is in
+    none: it means the one that it was asked to join, if somebody of that is here, else the one that it would ask.
+    """
+    metas = {other.peer_id: other.meta for other in others(run.services, run.name)}
+    if not history or history != (run.history or _meant(tuple(metas.values()), run.promises.courted)):
+        return False
+    meta, view = metas.get(sender), run.view
+    if meta is not None and meta.history == history:
+        return True
+    boots = (
+        {member.peer_id: member.boot for member in view.members} if view and view.history == history else {}
+    )
+    return sender in boots and (meta is None or meta.boot == boots[sender])
+
+
+def _meant(metas: Sequence[RunMeta], courted: bytes = b"") -> bytes:
+    """Which founding of a run a newcomer means: of those that it hears of the one that is the furthest; b"" for none.
+
+    Only one, and not one whose place another took: whoever asks and then does not answer costs them a view.
+    """
+    begun = [meta for meta in metas if meta.history]
+    if courted in (meta.history for meta in begun):
+        return courted
+    replaced = {old for meta in begun for old in meta.replaced}
+    left = [meta for meta in begun if meta.history not in replaced] or begun
+    return max(((meta.samples, meta.history) for meta in left), default=(0, b""))[1]
 
 
 def pinned_version(run: Run, name: str) -> str | None:
@@ -144,15 +175,9 @@ class Entrance:
         return Step(found=ready)
 
     def _standing(self, peers: Sequence[OtherPeer], history: bytes) -> list[OtherPeer]:
-        """Those with a view of that history; for a newcomer whom none courts, of the one that is the furthest.
-
-        Only of one, and not of one whose place another took: whoever asks and then does not answer costs them a view.
-        """
+        """Those with a view of that history; for a newcomer whom none courts, of the one that it means."""
         standing = [p for p in peers if p.meta.view_epoch > 0]
-        if not history and standing:
-            replaced = {old for p in standing for old in p.meta.replaced}
-            left = [p for p in standing if p.meta.history not in replaced] or standing
-            history = max((p.meta.samples, p.meta.history) for p in left)[1]
+        history = history or _meant([p.meta for p in standing])
         return [p for p in standing if p.meta.history == history]
 
     def _courted(self, courted: bytes, peers: Sequence[OtherPeer]) -> Step:

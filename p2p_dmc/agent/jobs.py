@@ -46,8 +46,12 @@ class Job:
     silent_ticks: int = 0
     """Of this agent's clock, since the trainer last said something: an agent that was stopped itself counts none."""
 
+    bye: bool = False
+    """The trainer has closed its session, and says nothing any more."""
+
     def closed(self) -> None:
         """The trainer has closed its session; a process that goes on has no more to do with this job."""
+        self.bye = True
         if isinstance(self.process, AttachedTrainer):
             self.process.kill()
 
@@ -121,6 +125,10 @@ class Jobs:
             if job.trainer_id is not None:
                 self._run_of_trainer.pop(job.trainer_id, None)
                 job.trainer_id = None
+            self._agent.journal.event(
+                "trainer_exit", run=job.run.name, code=ended.code, signal=ended.signal_name
+            )
+            await job.run.end.settle()  # nobody is to miss this peer because its script ended meanwhile
             result = self._judge(job, ended, budget)
             if result is not None:
                 await self._finish(job, result)
@@ -129,13 +137,15 @@ class Jobs:
     def _judge(self, job: Job, ended: TrainerExit, budget: RestartBudget) -> SubmitEnded | None:
         """What a trainer's end means; None: start it again."""
         run, outcome = job.run, job.run.end.outcome
-        self._agent.journal.event("trainer_exit", run=run.name, code=ended.code, signal=ended.signal_name)
         if outcome == "finished":
             if ended.code:
                 return SubmitEnded(
                     code=1, line=f"the run is finished, but the script failed: {ended.last_line}"
                 )
             return SubmitEnded(code=0, line=run.end.detail)
+        if outcome == "stopped" and ended.code > 0 and not job.stopping:
+            line = f"run {run.name!r} is stopped, but the script failed: {ended.last_line}"
+            return SubmitEnded(code=1, line=line)
         if outcome in ("stopped", "left") or job.stopping:
             return SubmitEnded(
                 code=0, line=f"run {run.name!r} {outcome or 'left'}; the same command goes on from there"
@@ -229,10 +239,14 @@ class Jobs:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """A trainer that says nothing any more is ended; the rest follows from its end."""
+        """A trainer that says nothing any more is ended; the rest follows from its end.
+
+        Once the run is finished and its session closed a script may take as long as it likes, with an evaluation say.
+        """
         limit = self._agent.settings.trainer_silence_s * 1000 / self._agent.settings.tick_ms
         for job in self._jobs.values():
-            if job.trainer_id is None or job.submit.attach or job.process is None:
+            done = job.bye and job.run.end.outcome == "finished"
+            if job.trainer_id is None or job.submit.attach or job.process is None or done:
                 continue
             job.silent_ticks += 1
             if job.silent_ticks > limit:
@@ -289,7 +303,7 @@ class Jobs:
         job = self._jobs.get(hello.run)
         if job is None or job.process is None or job.process.pid != hello.pid:
             raise RemoteProtocolError(f"process {hello.pid} is no trainer of this agent")
-        job.trainer_id, job.silent_ticks = routing_id, 0
+        job.trainer_id, job.silent_ticks, job.bye = routing_id, 0, False
         self._run_of_trainer[routing_id] = hello.run
         job.run.desk.connected(lambda message: self._agent.local.send(routing_id, message))
         agent = self._agent

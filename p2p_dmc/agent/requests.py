@@ -110,6 +110,8 @@ class Requests:
             "run": name,
             "outcome": run.end.outcome,
             "stopping": run.end.stop_asked,
+            "stop_waits_for": list(run.end.waits_for),
+            "stop_not_heard": list(run.end.roll.unheard),
             "view_epoch": view.view_epoch if view is not None else None,
             "members": [m.peer_id for m in view.voters] if view is not None else [],
             "learners": [m.peer_id for m in view.learners] if view is not None else [],

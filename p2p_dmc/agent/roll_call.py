@@ -29,9 +29,10 @@ MAX_SENDERS = 4096
 class RollCall:
     """Of the voters of the view in which this peer stopped: who was heard to have stopped in it, at the same state.
 
-    Whoever says so is deaf to agreement for the rest of its life, has its state on disk, and has never said a set
-    beyond that view. Once all are heard nobody is left who could take one of them, whose port refuses by then, for
-    crashed, and go on without it. Before that a vote that is kept may be one that was counted out.
+    Whoever says so is deaf to agreement for the rest of its life, and has never said a set beyond that view. Once all
+    are heard nobody is left who could take one of them, whose port refuses by then, for crashed, and go on without it.
+    Before that a vote that is kept may be one that was counted out. A disk that does not take what its peer ended with
+    makes no difference to the others: that one's next life is somebody else, who has no vote in this view.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,6 +43,8 @@ class RollCall:
         """Since this peer began to stop."""
         self._own: RunClosed | None = None
         """What this peer says once it has stopped."""
+        self._on_disk = False
+        """What it says so of."""
         self._voters: tuple[MemberId, ...] = ()
         """The others of its view."""
         self._boots: dict[str, int] = {}
@@ -71,12 +74,14 @@ class RollCall:
         view = self._run.view
         assert view is not None, "whoever stops is in a view"
         votes = self._run.me in view.voters and view.view_epoch > self._gave_up_n
-        remembers = on_disk and votes and not self._run.said_beyond(view.view_epoch)
+        deaf = votes and not self._run.said_beyond(view.view_epoch)
+        self._on_disk = on_disk
         self._own = RunClosed(
             lineage=ref.lineage,
             digest=ref.digest,
             finished=False,
-            view_id=view.view_id if remembers else b"",
+            history=self._run.history,
+            view_id=view.view_id if deaf else b"",
             answer=False,
         )
         self._since_s = time.monotonic()
@@ -110,13 +115,25 @@ class RollCall:
     # -- what follows from it ---------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Keep the vote if all have been heard."""
-        if self._own is not None and self._own.view_id and not self.kept and not self.missing():
+        """Keep the vote if all have been heard, and this peer remembers at its next start what it ended with."""
+        heard = self._own is not None and self._own.view_id and not self.missing()
+        if heard and self._on_disk and not self.kept:
             self.kept = self._run.save_closed()
 
     def missing(self) -> tuple[MemberId, ...]:
         """The other voters that were not heard to have stopped in this peer's view at its state."""
         return tuple(v for v in self._voters if not self._at_my_state(v) or not self._in_my_view(v))
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """For whose word this peer waits, by id."""
+        return tuple(voter.peer_id for voter in self._awaited()) if self.attending else ()
+
+    @property
+    def unheard(self) -> tuple[str, ...]:
+        """Whose word has not come, by id: with them all peers of the last view are needed to go on."""
+        counts = self._own is not None and bool(self._own.view_id)
+        return tuple(voter.peer_id for voter in self.missing()) if counts else ()
 
     def _awaited(self) -> tuple[MemberId, ...]:
         """Of the missing those that may yet say so: not the dead, nor those that go on or have stopped otherwise."""
@@ -173,17 +190,21 @@ class RollCall:
             missing = self.missing()
             run.event("roll_call", kept=self.kept, missing=[voter.peer_id for voter in missing])
             if not self.kept and run.view is not None and run.me in run.view.voters:
-                no_word = self._own is not None and self._own.view_id and missing
-                reason = (
-                    f"no word came that {self._names(missing)} stopped at the same round"
-                    if no_word
-                    else "this peer could not keep its vote"
-                )
-                run.services.say(
-                    f"run {run.name!r}: {reason}; all peers of the last view are needed to go on"
-                )
+                run.services.say(f"run {run.name!r}: {self._why_not(missing)}")
         finally:
             self.attending, self.last_word_s = False, time.monotonic()
+
+    def _why_not(self, missing: Sequence[MemberId]) -> str:
+        """Why this peer has no vote at its next start, and what that means."""
+        if self._own is None or not self._own.view_id:
+            return "this peer could not keep its vote; all peers of the last view are needed to go on"
+        if missing:
+            unheard = f"no word came that {self._names(missing)} stopped at the same round"
+            return f"{unheard}; all peers of the last view are needed to go on"
+        return (
+            "what it ended with is not on this peer's disk: at its next start it has no vote, and takes the state from "
+            "the others"
+        )
 
     def _names(self, voters: Sequence[MemberId]) -> str:
         return ", ".join(called(self._run, voter.peer_id) for voter in voters)

@@ -33,7 +33,6 @@ from p2p_dmc.core.agreement_messages import (
     MemberId,
     Promises,
     Ready,
-    Replaced,
     StateRef,
     Stopped,
     Verdict,
@@ -129,14 +128,13 @@ class Run:
         self.services.promised(self.name, None if self._closed else version)
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
-        """Put promises on disk; when it takes none, this peer leaves the run with a word, and the others go on."""
+        """Put promises on disk. False when it takes none (`RunEnd.disk_refused`)."""
         self._promises, self._closed = promises, closed
         record = run_files.RunRecord(promises=promises, closed=closed, boot=self.me.boot)
         try:
             run_files.save_record(self.folder, record)
         except OSError as error:
-            remedy = "free some disk space and run the command again"
-            self.desk.refuse(f"{self.folder}: {error.strerror}; {remedy}")
+            self.end.disk_refused(error)
             return False
         return True
 
@@ -403,14 +401,15 @@ class Run:
         return agreement.committed_lineage if (agreement := self.agreement or self._silent) else None
 
     @property
-    def history(self) -> bytes:
-        """The run's founding, as far as this peer knows it."""
-        return self.agreement.history if self.agreement is not None else self._promises.history
+    def promises(self) -> Promises:
+        """What this peer has promised, and in which founding of the run."""
+        return self.agreement.promises if self.agreement is not None else self._promises
 
     @property
-    def replaced(self) -> tuple[Replaced, ...]:
-        """The histories that it took the place of, newest first."""
-        return (self.agreement.promises if self.agreement is not None else self._promises).replaced
+    def history(self) -> bytes:
+        """The run's founding, as far as this peer knows it."""
+        here = self.agreement.history if self.agreement is not None else self._promises.history
+        return here or self.end.history
 
     def tick(self) -> None:
         """Timers of the core, repeated headers, and the way into a view."""

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
-from p2p_dmc.agent.entering import others
+from p2p_dmc.agent.entering import others, speaks_for
 from p2p_dmc.agent.roll_call import RollCall
 from p2p_dmc.agent.state import Held
 from p2p_dmc.core.agreement_messages import StateRef
@@ -38,11 +38,15 @@ class RunEnd:
         self._run = run
         self.outcome = ""
         self.detail = ""
+        self.history = b""
+        """The founding of which this peer, a newcomer, has taken the end."""
         self.over_s = 0.0
         self.stop_asked = False
         self.done = asyncio.Event()
         self.roll = RollCall(run)
         self._closing = self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
+        """What the run's end still takes here, once it is agreed."""
         self.leaving = False
         """This peer says no header any more: it would draw the others into a reduction that it breaks."""
         self._round_over = asyncio.Event()
@@ -51,6 +55,18 @@ class RunEnd:
     def agreed(self) -> bool:
         """The run has ended here as all agreed: no view follows, and what is on disk stays as it is."""
         return self.outcome in ("finished", "stopped")
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """For whom the stop of the run waits, by id, perhaps for this peer itself; () while nobody stops it."""
+        run, rounds = self._run, self._run.rounds
+        if self.outcome:
+            return self.roll.awaited
+        if self._stopping:
+            return (run.me.peer_id,)  # its state is on the way to its disk
+        if self.stop_asked and rounds is not None:
+            return tuple(member.peer_id for member in rounds.barrier.missing())
+        return ()
 
     def ask_stop(self, reason: str, *, tell: bool) -> None:
         """Agree to stop: the closing flag goes into this peer's next header, and everybody is told to do the same."""
@@ -73,7 +89,7 @@ class RunEnd:
             training.frozen = True
             if finished:
                 self._closing = True
-                self._run.spawn(self._close(training.held))
+                self._ending = self._run.spawn(self._close(training.held))
             else:
                 self._begin_stop(training.held)
 
@@ -82,7 +98,20 @@ class RunEnd:
         self._closing = self._stopping = True
         self.roll.begin()
         self._run.fall_silent()
-        self._run.spawn(self._stop(held))
+        self._ending = self._run.spawn(self._stop(held))
+
+    async def settle(self) -> None:
+        """How the run ends is agreed, and on its way to the disk here: until it is over, or fails.
+
+        From that instant on it makes no difference to the others, nor to this peer's vote, what becomes of its trainer.
+        """
+        if self._ending is None or self.outcome:
+            return
+        over = asyncio.ensure_future(self.done.wait())
+        try:
+            await asyncio.wait({over, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
 
     async def _close(self, held: Held) -> None:
         run = self._run
@@ -102,7 +131,7 @@ class RunEnd:
         """The state goes to disk; then the others are told, and this peer waits until all have said the same."""
         run = self._run
         written = await run.checkpoint(held, closed=True)
-        refused = self.outcome  # it left meanwhile, or its disk took no promise
+        refused = self.outcome  # it left meanwhile
         reach("stopped")
         self.roll.stopped(held.ref, on_disk=written and not refused)
         run.to_trainer(local.TrainerStop(reason="the run was stopped"))
@@ -110,6 +139,15 @@ class RunEnd:
         self.over("stopped", "")
         self.roll.look()
         await self.roll.attend()
+
+    def disk_refused(self, error: OSError) -> None:
+        """It takes no promise: this peer leaves the run with a word, and the others go on. Or it has stopped anyway."""
+        run = self._run
+        reason = f"{run.folder}: {error.strerror}; free some disk space"
+        if self._stopping:
+            run.services.say(reason)
+        else:
+            run.desk.refuse(f"{reason} and run the command again")
 
     def _tell_all(self, final: Held | None = None) -> None:
         run = self._run
@@ -123,7 +161,7 @@ class RunEnd:
         run, training = self._run, self._run.training
         if self._stopping and not self.outcome:  # the others wait to hear that its state is on disk
             run.services.say(f"run {run.name!r} is being stopped; leaving once its state is on disk")
-            await self.done.wait()
+            await self.settle()
         if training is None or self._closing or self.outcome:
             return
         alone = len(training.view.members) == 1  # then whatever it completed is committed
@@ -169,13 +207,14 @@ class RunEnd:
                 lineage=held.ref.lineage,
                 digest=held.ref.digest,
                 finished=final is not None or self.outcome == "finished",
+                history=self._run.history,
                 view_id=b"",
                 answer=False,
             )
             self._run.to_member(peer_id, closed)
 
     def closed_elsewhere(self, sender: str, closed: messages.RunClosed) -> None:
-        """Another peer ended the run at this state; RemoteProtocolError when it can be none."""
+        """Another peer ended the run at this state; RemoteProtocolError when it can be none, or is not its to say."""
         run, held = self._run, self._run.keeper.current
         try:
             ref = StateRef(lineage=closed.lineage, digest=closed.digest)
@@ -186,9 +225,12 @@ class RunEnd:
         if self.outcome or self._closing or run.keeper.slots is None:
             return
         if closed.finished:
-            if held is None or held.ref.lineage <= closed.lineage:
+            if not speaks_for(run, sender, closed.history):
+                raise RemoteProtocolError("a run finished, says one that is in no founding of it known here")
+            # lineages of two foundings say nothing of each other
+            if held is None or not run.history or held.ref.lineage <= closed.lineage:
                 self._closing = True
-                run.spawn(self._adopt_end(sender, ref))
+                self._ending = run.spawn(self._adopt_end(sender, ref, closed.history))
         elif held is not None and held.ref == ref and run.agreement is not None and self._stops_with(sender):
             self._begin_stop(held)
         # else it was not at the barrier, or has just been started again: it resumes with the others
@@ -197,16 +239,19 @@ class RunEnd:
         """A member of its view: one that was counted out, stopped where this view began, and is back, ends nothing."""
         return self._run.view is not None and sender in self._run.view.peers
 
-    async def _adopt_end(self, sender: str, ref: StateRef) -> None:
+    async def _adopt_end(self, sender: str, ref: StateRef, history: bytes) -> None:
         run = self._run
         record = run.services.record(sender)
         addresses = [record.bulk_address] if record else []
         try:
-            await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
+            held = await run.keeper.adopt(ref, lambda: addresses, give_up_s=30.0)
+            if not held.ledger.done:
+                raise AdoptionFailedError("the run is not finished with this state: samples are left")
         except (AdoptionFailedError, UserError, OSError) as error:
             run.event("adoption_failed", reason=str(error))
             self._closing = False
             return
+        self.history = run.keeper.history = history
         await self._close(run.keeper.make_current(ref))
 
     def over(self, outcome: str, detail: str) -> None:

@@ -297,8 +297,9 @@ class StateKeeper:
                     write_checkpoint, self._folder, held, self.parameters, history, closed, keep
                 )
         except OSError as error:
+            goes_on = "" if closed else "training goes on, "
             self._services.say(
-                f"checkpoint in {self._folder} failed: {error.strerror}; training goes on, free some room"
+                f"checkpoint in {self._folder} failed: {error.strerror}; {goes_on}free some room"
             )
             self._services.journal.event("checkpoint_failed", reason=str(error))
             return False

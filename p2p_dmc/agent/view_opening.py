@@ -62,7 +62,7 @@ def _started(
         view_epoch=view.view_epoch,
         view_id=view.view_id,
         history=view.history,
-        replaced=tuple(r.history for r in run.replaced),
+        replaced=tuple(r.history for r in run.promises.replaced),
         rank=view.members.index(run.me),
         world=len(view.members),
         next_round=view.start.lineage[1] + 1,

@@ -6,7 +6,8 @@ COUNT-th time since the order is there the process takes it away, adds a line to
 and strikes itself, DELAY_MS milliseconds later while it goes on.
 
 Actions: ``kill`` (SIGKILL of this process; an agent takes its trainer with it), ``kill-both`` (a trainer kills its
-agent, then itself), ``stop`` (SIGSTOP of this process).
+agent, then itself), ``stop`` (SIGSTOP of this process), ``hold`` (this thread alone stands still, as at a slow disk,
+until the folder has a file ``go-on``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from p2p_dmc.wire.trainer_messages import ENV_AGENT
 
 ENV_ORDERS = "DMC_PHASES"
-ACTIONS = ("kill", "kill-both", "stop")
+ACTIONS = ("kill", "kill-both", "stop", "hold")
+HOLD_LOOK_S = 0.01
 
 AGENT_PHASES = {
     "before-header": "the local steps are done, no header of the round is said",
@@ -104,6 +106,10 @@ def _prove(folder: Path, **facts: object) -> None:
 def _strike(action: str, after_s: float) -> None:
     if after_s:
         time.sleep(after_s)
+    if action == "hold":
+        while not Path(_folder, "go-on").exists():
+            time.sleep(HOLD_LOOK_S)
+        return
     parent = os.getppid()
     if action == "kill-both" and ENV_AGENT in os.environ and parent > 1:
         os.kill(parent, signal.SIGKILL)

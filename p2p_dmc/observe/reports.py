@@ -148,10 +148,24 @@ def _render_runs(runs: list[Facts], names: dict[str, str], terminal: Terminal) -
         )
     terminal.print(table)
     for run in runs:
-        if run.get("outcome"):
-            terminal.print(Text(printable(f"run {run['run']} is over on the peer asked: {run['outcome']}")))
-        elif run.get("waiting"):
+        if run.get("outcome") or run.get("stopping"):
+            terminal.print(Text(printable(f"run {run['run']} {_end_in_words(run, names)}")))
+        if run.get("waiting"):
             terminal.print(Text(printable(f"run {run['run']} waits: {run['waiting']}")))
+
+
+def _end_in_words(run: Facts, names: dict[str, str]) -> str:
+    """What has become of a run that is over on the peer that was asked, or is being stopped; for whom it waits."""
+    waits_for, not_heard = (
+        ", ".join(names.get(p, p[:8]) for p in run.get(key) or ())
+        for key in ("stop_waits_for", "stop_not_heard")
+    )
+    if not run["outcome"]:
+        return "stops at the end of its round" + (f"; waiting for {waits_for}" if waits_for else "")
+    if waits_for:
+        return f"is stopped on the peer asked; waiting for word that {waits_for} stopped, too"
+    unheard = f", and no word came that {not_heard} stopped at the same round" if not_heard else ""
+    return f"is over on the peer asked: {run['outcome']}{unheard}"
 
 
 def _epoch_cells(run: Facts) -> tuple[str | None, str | None]:
@@ -276,7 +290,7 @@ def _render_moves(moves: list[Facts], names: dict[str, str], terminal: Terminal)
 
 
 def stop(seed: str | None, home: Path, run: str, as_json: bool) -> None:
-    """`dmc-peer stop`: ask, and wait until the run is over."""
+    """`dmc-peer stop`: ask, and wait until the run is over, and its peers have heard so of each other."""
     asked, facts = Asked.at(seed, home).follow("stop", run, by=("run",))
     name = str(facts["run"])
     last: Facts = {}
@@ -287,11 +301,16 @@ def stop(seed: str | None, home: Path, run: str, as_json: bool) -> None:
         try:
             found = _run_of(asked.ask("status", timeout_s=PATIENCE_S), name)
         except NoAnswerError:
-            return _ended_elsewhere(last) or last
+            return last if last.get("outcome") else _ended_elsewhere(last) or last
         last = found or last
-        return last if found is None or found["outcome"] else None
+        return last if found is None or (found["outcome"] and not found.get("stop_waits_for")) else None
 
-    result = _wait(ended, STOP_WAIT_S, f"run {name!r} stops at the end of its round")
+    def progress() -> str:
+        return f"run {name!r} {_end_in_words(last or {'outcome': ''}, last.get('names', {}))}"
+
+    result = _wait(ended, STOP_WAIT_S, progress)
+    if result is None and last.get("outcome"):
+        result = last
     if result is None:
         raise UserError(
             f"run {name!r} was asked to stop and has not within {STOP_WAIT_S:g} s; see `dmc-peer status`"
@@ -304,7 +323,8 @@ def _run_of(facts: Facts, name: str) -> Facts | None:
     address_of = {m["peer_id"]: m["address"] for m in facts["members"]}
     for run in facts["runs"]:
         if run["run"] == name and "ask" not in run:
-            return {**run, "addresses": [address_of[p] for p in run["members"] if p in address_of]}
+            addresses = [address_of[p] for p in run["members"] if p in address_of]
+            return {**run, "addresses": addresses, "names": labels(facts["members"])}
     return None
 
 
@@ -325,7 +345,8 @@ def _report_stop(name: str, run: Facts, as_json: bool) -> None:
     view_epoch, number = run.get("lineage") or (None, None)
     if as_json:
         facts = {"run": name, "outcome": outcome, "view_epoch": view_epoch, "round": number}
-        print(json.dumps(facts | {k: run.get(k) for k in ("digest", "epoch", "epochs", "samples_total")}))
+        told = ("digest", "epoch", "epochs", "samples_total", "stop_not_heard")
+        print(json.dumps(facts | {k: run.get(k) for k in told}))
     elif outcome in ("stopped", "finished"):
         print(
             printable(
@@ -333,6 +354,9 @@ def _report_stop(name: str, run: Facts, as_json: bool) -> None:
                 + ("; the same join command goes on from there" if outcome == "stopped" else "")
             )
         )
+        if not_heard := ", ".join(run["names"].get(p, p[:8]) for p in run.get("stop_not_heard") or ()):
+            unheard = f"no word came that {not_heard} stopped at the same round"
+            print(printable(f"{unheard}: all peers of the last view are needed to go on"))
     if outcome not in ("stopped", "finished"):
         raise UserError(f"run {name!r} ended otherwise: {outcome}; see events.jsonl of its peers")
 
@@ -416,7 +440,7 @@ def _gone(asked: Asked, home: Path) -> bool:
 # -- what they share ----------------------------------------------------------------------------------------------
 
 
-def _wait(look: Callable[[], Any], limit_s: float, what: str) -> Any:
+def _wait(look: Callable[[], Any], limit_s: float, what: str | Callable[[], str]) -> Any:
     """The first answer of ``look`` that is not None; None after ``limit_s``. Says ``what`` takes time, if it does."""
     started_s, said_s = time.monotonic(), 0.0
     while (answer := look()) is None:
@@ -425,7 +449,8 @@ def _wait(look: Callable[[], Any], limit_s: float, what: str) -> Any:
             return None
         if now_s - max(started_s, said_s) > (PATIENCE_S if not said_s else 10.0):
             said_s = now_s
-            print(printable(f"{what}; {now_s - started_s:.0f} s so far"), file=sys.stderr)
+            said = what if isinstance(what, str) else what()
+            print(printable(f"{said}; {now_s - started_s:.0f} s so far"), file=sys.stderr)
         time.sleep(LOOK_EVERY_S)
     return answer
 

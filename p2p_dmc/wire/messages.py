@@ -233,9 +233,11 @@ class RunClosed:
     lineage: tuple[int, int]
     digest: bytes
     finished: bool
+    history: bytes
+    """The founding that ended so."""
     view_id: bytes
-    """Of a stop: the view whose voter the sender was. The state is on its disk, and it says and hears no word of
-    agreement any more, nor has it ever said one beyond this view. Else b""."""
+    """Of a stop: the view whose voter the sender was. It says and hears no word of agreement any more, nor has it ever
+    said one beyond this view. Else b""."""
     answer: bool
     """The sender has not heard that the receiver has stopped."""
 

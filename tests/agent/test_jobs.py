@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from p2p_dmc.agent import jobs as jobs_module
-from p2p_dmc.agent.jobs import Jobs
-from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest
+from p2p_dmc.agent.jobs import Job, Jobs
+from p2p_dmc.wire.trainer_messages import ShardReady, ShardRequest, TrainerBye
 
 
 def test_nobody_looks_for_the_data_set_of_a_trainer_that_has_ended() -> None:
@@ -102,3 +102,23 @@ def test_what_is_committed_is_on_disk_before_a_peer_leaves_between_rounds() -> N
     asyncio.run(jobs._leave(cast(Any, job), "enough"))
     assert done == ["save", "between rounds", "withdraw: enough", "left"]
     assert job.stopping
+
+
+@pytest.mark.parametrize(
+    ("bye", "outcome", "killed"), [(True, "finished", False), (False, "finished", True), (True, "", True)]
+)
+def test_a_script_may_go_on_for_long_once_the_run_is_finished(bye: bool, outcome: str, killed: bool) -> None:
+    """Its session is closed then, so that it says nothing any more. Before the end others would wait for it."""
+    settings = SimpleNamespace(trainer_silence_s=1.0, tick_ms=100)
+    journal = SimpleNamespace(listeners=[], event=lambda *_, **__: None)
+    jobs = Jobs(cast(Any, SimpleNamespace(journal=journal, settings=settings, say=lambda line: None)))
+    ended: list[str] = []
+    run = SimpleNamespace(name="r", end=SimpleNamespace(outcome=outcome))
+    job = Job(submit=cast(Any, SimpleNamespace(attach=0)), run=cast(Any, run), tell=ended.append)  # type: ignore[arg-type]
+    job.process, job.trainer_id = cast(Any, SimpleNamespace(kill=lambda: ended.append("killed"))), b"t"
+    jobs._jobs["r"], jobs._run_of_trainer[b"t"] = job, "r"
+    if bye:
+        jobs.message(b"t", TrainerBye())
+    for _ in range(20):
+        jobs.tick()
+    assert bool(ended) is killed

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2p_dmc.agent import roll_call, run_end
+from p2p_dmc.agent import roll_call, run_end, run_files
 from p2p_dmc.agent.agent import Agent
 from p2p_dmc.agent.requests import Requests
 from p2p_dmc.agent.run import Run
@@ -277,25 +277,16 @@ def test_whoever_stops_is_deaf_and_dumb_from_then_on(stopping: Host, event: str)
     assert said == []
 
 
-FAULTS = ["disk", "beyond", "left", "promises"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_one_that_has_not_stopped_as_it_should_counts_for_nobody_and_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+def test_one_that_has_said_a_set_beyond_the_view_counts_for_nobody_and_nobody_waits_for_it(
+    tmp_path: Path,
 ) -> None:
-    """Its disk takes nothing, it has said a set beyond the view, it left meanwhile."""
-    beyond = (ViewRef(view_epoch=2, members=(member(1), member(2))),) if fault == "beyond" else ()
+    """Somebody may have installed it, and go on without those that have stopped."""
+    beyond = (ViewRef(view_epoch=2, members=(member(1), member(2))),)
 
     async def life() -> None:
         net = Net(tmp_path, pending=beyond)
-        net[1].written = fault != "disk"
         net.close(1, 2, 3)
         await asyncio.sleep(0)
-        if fault == "left":
-            net[1].run.end.over("left", "")
-        if fault == "promises":
-            monkeypatch.setattr(net[1].run, "_save", lambda *_, **__: bool(net[1].run.desk.refuse("full")))
         for host in net.hosts.values():
             host.disk.set()
         await net.until(lambda: all(host.around.named("roll_call") for host in net.hosts.values()))
@@ -304,6 +295,38 @@ def test_one_that_has_not_stopped_as_it_should_counts_for_nobody_and_nobody_wait
         for number in (2, 3):
             assert net[number].run.end.outcome == "stopped"
             assert f"no word came that peer1 ({peer(1)[:8]}) stopped at the same round" in net[number].lines
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("fault", ["disk", "left", "promises"])
+def test_one_that_does_not_remember_its_stop_has_no_vote_and_costs_the_others_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its disk takes nothing, it left meanwhile: it is deaf all the same, and says so."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def life() -> None:
+        net = Net(tmp_path)
+        net[1].written = fault != "disk"
+        net.close(1, 2, 3)
+        await asyncio.sleep(0)
+        if fault == "left":
+            net[1].run.end.over("left", "")
+        with monkeypatch.context() as patch:
+            if fault == "promises":
+                patch.setattr(run_files, "save_record", full)
+            net[1].disk.set()
+            await net.until(lambda: bool(net[1].run.end.outcome))
+        for host in net.hosts.values():
+            host.disk.set()
+        await net.until(lambda: all(host.around.named("roll_call") for host in net.hosts.values()))
+        assert [host.closed for host in net.hosts.values()] == [fault == "promises", True, True]
+        no_vote = "is not on this peer's disk: at its next start it has no vote" in net[1].lines
+        assert no_vote is (fault != "promises"), "a record that is written after all is whole"
+        assert not any("are needed to go on" in host.lines for host in net.hosts.values())
 
     asyncio.run(life())
 

@@ -98,6 +98,17 @@ def test_stop_freezes_the_process_until_it_is_continued(tmp_path: Path) -> None:
     assert said(process) == (["serving", "end"], 0)
 
 
+def test_a_thread_is_held_until_it_may_go_on(tmp_path: Path) -> None:
+    phases.give(tmp_path, "serving", "hold")
+    process = start(tmp_path, "serving")
+    assert process.stdout is not None and process.stdout.readline() == "serving\n"
+    while not (tmp_path / "proof").exists():
+        assert process.poll() is None
+    assert proof(tmp_path)[0]["action"] == "hold" and process.poll() is None
+    (tmp_path / "go-on").touch()
+    assert said(process) == (["end"], 0)
+
+
 def test_a_trainer_kills_its_agent_and_itself(tmp_path: Path) -> None:
     phases.give(tmp_path, "reducing", "kill-both")
     process = start(tmp_path, "reducing", code=PARENT)

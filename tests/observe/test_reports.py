@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,83 @@ def test_a_finished_epoch_count() -> None:
     assert " 5 of 5 " in text and " 100% " in text
     assert "run train: all of 5 epochs done\n" in text
     assert "run train is over on the peer asked: finished\n" in text
+
+
+STOPPING: dict[str, tuple[dict[str, Any], str]] = {
+    "asked to": (
+        {"stopping": True, "stop_waits_for": [BOB, CAROL]},
+        "run train stops at the end of its round; waiting for bob, cccccccc\n",
+    ),
+    "its last round is over": ({"stopping": True}, "run train stops at the end of its round\n"),
+    "others are not heard yet": (
+        {"stopping": True, "outcome": "stopped", "stop_waits_for": [BOB], "stop_not_heard": [BOB]},
+        "run train is stopped on the peer asked; waiting for word that bob stopped, too\n",
+    ),
+    "others were not heard": (
+        {"outcome": "stopped", "stop_waits_for": [], "stop_not_heard": [BOB]},
+        "run train is over on the peer asked: stopped, and no word came that bob stopped at the same round\n",
+    ),
+    "all were heard": (
+        {"outcome": "stopped", "stop_waits_for": [], "stop_not_heard": []},
+        "run train is over on the peer asked: stopped\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("how_far", STOPPING)
+def test_status_says_for_whom_a_stop_waits(how_far: str) -> None:
+    more, line = STOPPING[how_far]
+    facts = status_facts()
+    facts["runs"][0] |= {"waiting": ""} | more
+    assert line in rendered(reports.render_status, facts, 10_000)
+
+
+def stop_told(
+    monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any] | None], *, as_json: bool = False
+) -> None:
+    """`dmc-peer stop` with these answers to its looks, None: the agent has ended; the last one stays."""
+    facts = status_facts()
+    monkeypatch.setattr(reports.Asked, "at", lambda seed, home: reports.Asked())
+    monkeypatch.setattr(reports.Asked, "follow", lambda self, *_, **__: (self, {"run": "train"}))
+    monkeypatch.setattr(reports, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(reports, "LOOK_EVERY_S", 0.001)
+
+    def look(self: object, command: str, **_: object) -> dict[str, Any]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is None:
+            raise reports.NoAnswerError("nobody")
+        return facts | {"runs": [facts["runs"][0] | {"waiting": ""} | answer]}
+
+    monkeypatch.setattr(reports.Asked, "ask", look)
+    reports.stop(None, Path("home"), "", as_json)
+
+
+def test_stop_waits_until_all_were_heard_and_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"stopping": True, "outcome": "stopped", "stop_waits_for": [BOB], "stop_not_heard": [BOB]}
+    heard = waits | {"stop_waits_for": [], "stop_not_heard": []}
+    stop_told(monkeypatch, [{"stopping": True, "stop_waits_for": [BOB]}, waits, heard])
+    out, err = capsys.readouterr()
+    assert "run 'train' stops at the end of its round; waiting for bob; 0 s so far\n" in err
+    assert out == (
+        "run 'train' is stopped at view 3 round 41, after 2400 samples; the same join command goes on from there\n"
+    )
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_stop_says_who_was_not_heard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: bool
+) -> None:
+    unheard = {"outcome": "stopped", "stop_waits_for": [], "stop_not_heard": [BOB]}
+    answers = [unheard | {"stop_waits_for": [BOB]}, None] if ended else [unheard]
+    stop_told(monkeypatch, [*answers])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [
+        "no word came that bob stopped at the same round: all peers of the last view are needed to go on"
+    ]
+    stop_told(monkeypatch, [*answers], as_json=True)
+    assert json.loads(capsys.readouterr().out)["stop_not_heard"] == [BOB]
 
 
 def test_placement_says_everything() -> None:

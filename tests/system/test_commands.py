@@ -67,7 +67,7 @@ def test_questions_to_two_trainers_and_their_end(cluster: Cluster, data: Path) -
     stopped = facts(cluster, "stop", seed.address)  # which does not train: it says whom to ask
     cluster.ended([alice])
     assert "run 'train' stopped; the same command goes on from there\n" in alice.said()
-    assert (stopped["run"], stopped["outcome"]) == ("train", "stopped")
+    assert (stopped["run"], stopped["outcome"], stopped["stop_not_heard"]) == ("train", "stopped", [])
     last = alice.rounds()[-1]
     assert (stopped["view_epoch"], stopped["round"]) == (last["view_epoch"], last["round"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -120,3 +121,27 @@ def test_ctrl_c_ends_the_wait_for_one_that_is_slow(cluster: Cluster, data: Path)
     train_together(cluster, [a, b], after=when)
     assert {first_start(p, when) for p in (a, b)} == {end}
     finish(cluster, [a, b])
+
+
+@pytest.mark.long
+def test_a_script_ends_by_itself_while_its_peer_stops(cluster: Cluster, data: Path) -> None:
+    """Its agent writes the state all the same and says so: all keep their votes."""
+    orders = obeys(cluster, cluster.peer("c"))
+    a, b, c = three(cluster, data, {})
+    cluster.wait(
+        lambda: c.events("checkpoint"), "c has written a checkpoint; the next one is that of the stop"
+    )
+    give(orders, "checkpointing", "hold")
+    trainer = c.trainer()
+    assert trainer is not None and ask([a.address], "stop")["stopping"]
+    struck(cluster, orders, "checkpointing")
+    trainer.send_signal(signal.SIGUSR1)
+    cluster.wait(lambda: c.events("trainer_exit", code=3), "c's script has ended")
+    (orders / "go-on").touch()
+    cluster.ended([a, b])
+    cluster.ended([c], code=1)
+    assert "run 'train' is stopped, but the script failed" in c.said()
+    [over] = c.events("run_over")
+    assert over["outcome"] == "stopped" and over["time"] > c.events("trainer_exit")[0]["time"]
+    assert all(map(keeps_vote, (a, b, c)))
+    assert newest(a) == newest(b) == newest(c)
