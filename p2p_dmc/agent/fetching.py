@@ -19,6 +19,7 @@ from p2p_dmc.agent.blame import senders_of_wrong
 from p2p_dmc.agent.bulk import BACKGROUND, BulkClient, SourceLostError, SourceSilentError
 from p2p_dmc.agent.known import Known, report_fault
 from p2p_dmc.agent.manifests import Manifests
+from p2p_dmc.agent.room import Room
 from p2p_dmc.agent.serving import Parts, Serving
 from p2p_dmc.agent.spreading import Ask, ShardPlan, Spreading
 from p2p_dmc.agent.tasks import Tasks
@@ -106,7 +107,8 @@ class Fetching:
         self._again: dict[Key, tuple[float, float]] = {}  # when it may be tried, the pause before that
         self._callbacks: dict[Key, list[Callable[[], None]]] = {}
         self._tasks = Tasks(lambda error: log.error("a task failed", exc_info=error))
-        self.manifests = Manifests(bulk, settings.fetch_chunk_bytes, members, self._tasks)
+        self._room = Room(store, known, say, journal)
+        self.manifests = Manifests(bulk, settings.fetch_chunk_bytes, members, self._tasks, self._room.used_up)
         self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="shards")
         self._readers = ThreadPoolExecutor(
             DISK_THREADS, "serving"
@@ -123,7 +125,7 @@ class Fetching:
         self._asking_parts: set[tuple[str, bytes]] = set()
         self._asked_parts_s: dict[tuple[str, bytes], float] = {}
         self._rest_until_s = 0.0
-        self._full = self._closed = False
+        self._closed = False
 
     def __len__(self) -> int:
         """Shards that are being verified or fetched."""
@@ -135,12 +137,7 @@ class Fetching:
     @property
     def full(self) -> bool:
         """There was no room for a shard, and there is none for a few yet."""
-        if self._full:
-            largest = max((max(k.manifest.shard_sizes) for k in self._known.values()), default=0)
-            # no more may be there, ever
-            room = max(largest, (self._store.capacity_bytes or 8 * largest) // 2)
-            self._full = self._store.free_bytes() < min(4 * largest, room)
-        return self._full
+        return self._room.full
 
     def sources(self, key: Key) -> list[str]:
         """Who holds the shard, in the order in which HRW names them, starting at a place of this peer's own."""
@@ -195,9 +192,7 @@ class Fetching:
             if not self._store.has(*key):
                 await self._fetch(key, known)
         except StoreFull as error:
-            self._full = True
-            self._say(str(error))
-            self._journal.event("store_full", reason=str(error))
+            self._room.used_up(error)
         except UserError as error:
             self._say(str(error))
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from p2p_dmc.agent.bulk import BulkClient, SourceLostError
 from p2p_dmc.agent.tasks import Tasks
 from p2p_dmc.core.membership import MemberRecord
+from p2p_dmc.data.disk import StoreFull
 from p2p_dmc.data.manifest import MAX_MANIFEST_BYTES, Manifest
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire.messages import BulkKind, Holdings
@@ -29,11 +30,13 @@ class Manifests:
         range_bytes: int,
         members: Callable[[], tuple[MemberRecord, ...]],
         tasks: Tasks,
+        no_room: Callable[[StoreFull], None],
     ) -> None:
         self._bulk = bulk
         self._range_bytes = range_bytes
         self._members = members
         self._tasks = tasks
+        self._no_room = no_room
         self._senders: dict[bytes, str] = {}
 
     def fetch(self, sender: str, said: Holdings, then: Then) -> None:
@@ -65,6 +68,8 @@ class Manifests:
             if manifest.digest != said.dataset:
                 raise RemoteProtocolError("another manifest than was asked for")
             then(sender, said, manifest)
+        except StoreFull as error:  # it is tried again when somebody speaks of it again
+            self._no_room(error)
         except (SourceLostError, RemoteProtocolError, UserError) as error:
             log.warning("manifest %s from %s: %s", said.dataset.hex(), sender, error)
         finally:

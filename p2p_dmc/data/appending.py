@@ -61,7 +61,7 @@ def plan_versions(
 
 
 def _base(store: Store, name: str, mode: Mode | None, progress: Progress) -> Manifest:
-    """The newest version, which has to be here as a whole."""
+    """The newest version, which has to be here as a whole. What is damaged of it is held no longer."""
     base = store.by_name(name)
     if base is None:
         raise UserError(
@@ -70,15 +70,22 @@ def _base(store: Store, name: str, mode: Mode | None, progress: Progress) -> Man
         )
     if mode is not None and mode != base.mode:
         raise UserError(f"--mode {mode}: {name!r} was made with --mode {base.mode}; leave the option out")
+    shards, held = len(base.shards), store.holdings(base.digest)
+    if len(held) < shards:
+        raise UserError(
+            f"--append compares the input with what is there, and {shards - len(held)} of {shards} shards of "
+            f"{name!r} are not in {str(store.root)!r}; with --join SEED they are fetched from the peers that have them"
+        )
+    damaged = 0
     for index, before_bytes in enumerate(_before_each(base)):
         progress(before_bytes, 2 * base.total_bytes)
-        if not store.verify(base.digest, index):
-            missing = len(base.shards) - len(store.holdings(base.digest))
-            raise UserError(
-                f"--append compares the input with what is there, and {missing} of {len(base.shards)} shards of "
-                f"{name!r} are not in {str(store.root)!r}, or damaged; with --join SEED they are fetched from the "
-                "peers that have them"
-            )
+        damaged += not store.verify(base.digest, index)
+    if damaged:
+        raise UserError(
+            f"--append compares the input with what is there, and {damaged} of {shards} shards of {name!r} in "
+            f"{str(store.root)!r} were damaged and are deleted; the same command fetches them from the peers that "
+            "have them, with --join SEED if this home knows none"
+        )
     return base
 
 

@@ -85,6 +85,20 @@ def test_nothing_of_a_version_that_is_refused_stays(seeder: Seeder) -> None:
     assert [path.name for path in seeder.home.store_root.iterdir()] == [first.digest.hex()]
 
 
+def test_a_broken_line_leaves_the_version_before_it(seeder: Seeder) -> None:
+    seeder.tree = seeder.tree.with_name("rows.jsonl")
+    seeder.tree.write_text('{"n": 1}\n{"n": 2}\n')
+    [first], _, _ = seeder()
+    for text, said in (('{"n": 3\n', "line 3.*; mend it"), ('{"n": 3', "line 3.*; the file ends in it")):
+        seeder.tree.write_text('{"n": 1}\n{"n": 2}\n' + text)
+        with pytest.raises(UserError, match=said):
+            seeder(append=True)
+        assert [path.name for path in seeder.home.store_root.iterdir()] == [first.digest.hex()]
+    seeder.tree.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}')
+    [second], _, _ = seeder(append=True)
+    assert len(second) == 3 and second.parent == first.digest
+
+
 @pytest.mark.parametrize(
     ("theirs", "is_taken"),
     [

@@ -153,13 +153,15 @@ def test_what_cannot_be_appended_to(tmp_path: Path) -> None:
     [first] = seed(tree, store)
     with pytest.raises(UserError, match="--mode folder: 'small' was made with --mode file"):
         append(grown(tree), store, mode="folder")
-    with store.path(first.digest, 1).open("r+b") as file:
-        file.write(b"damage")
-    with pytest.raises(
-        UserError,
-        match=r"1 of \d+ shards of 'small' are not in .*, or damaged; with --join SEED they are fetched",
+    for shard in (0, 2):
+        with store.path(first.digest, shard).open("r+b") as file:
+            file.write(b"damage")
+    for said in (
+        "were damaged and are deleted; the same command fetches them from the peers that have them, with --join SEED",
+        "are not in .*; with --join SEED they are fetched",
     ):
-        append(tree, store)
+        with pytest.raises(UserError, match=rf"2 of {len(first.shards)} shards of 'small' .*{said}"):
+            append(tree, store)
 
 
 def test_groups_stay_together(tmp_path: Path) -> None:

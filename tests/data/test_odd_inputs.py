@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import resource
 import struct
@@ -10,10 +11,12 @@ import sys
 import tarfile
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from p2p_dmc.data import formats, found, walk, writing
 from p2p_dmc.data.formats import scan
@@ -223,7 +226,10 @@ except UserError as error:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"x.jsonl": b'{"n": 1}\n{"n": 2}\n{"n": '}, r"x\.jsonl': not whole, or no JSON lines"),
+        (
+            {"x.jsonl": b'{"n": 1}\n{"n": 2}\n{"n": '},
+            r"x\.jsonl': line 3 is no JSON: Expecting value at column 6; the file ends in it; if it is still being",
+        ),
         ({"x.jsonl": b""}, r"x\.jsonl': JSONL without a sample"),
         ({"x.parquet": b""}, r"x\.parquet': (not whole, or no Parquet|reading it needs pyarrow)"),
         ({"x.csv": b"a,b\n"}, r"x\.csv': CSV without a sample"),
@@ -261,6 +267,38 @@ def test_what_is_cut_short_or_empty_is_named(tmp_path: Path, files: dict[str, by
     with pytest.raises(UserError, match=said) as refused:
         scan(tmp_path / next(iter(files)))
     assert "\n" not in str(refused.value)
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'  {"n": 1,, "m": 2}', "Expecting property name enclosed in double quotes at column 11"),
+        (b'{"n": "' + bytes(50), "Invalid control character at column 8"),
+        (b'{"n": "\xff"}', ".*utf-8.*"),
+        (b'{"n": 1}{"n": 2}', "Extra data at column 9"),
+        (b"[" * 100_000, ".*recursion.*"),
+    ],
+)
+def test_a_line_that_is_no_json_is_named_wherever_it_is(
+    tmp_path: Path, ending: str, line: bytes, said: str
+) -> None:
+    path = tmp_path / f"x.jsonl{ending}"
+    for at in (0, 3, 6):
+        written = [b'{"n": %d}' % i for i in range(7)]
+        written[at:at] = [b"", line]  # a blank line is passed over, and counted
+        path.write_bytes(PACKED[ending](b"\n".join(written) + b"\n"))
+        with pytest.raises(UserError, match=rf"line {at + 2} is no JSON: {said}; mend it or take") as refused:
+            take(path, tmp_path)
+        assert repr(str(path)) in str(refused.value) and "\n" not in str(refused.value)
+        assert list((tmp_path / "store").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def malformed(path: str, what: str) -> Iterator[None]:
     except (*parsing, csv.Error, struct.error, zipfile.BadZipFile) as error:
         words = " ".join(str(error).split())
         raise UserError(
-            f"{path!r}: not whole, or no {what}: {words:.300}; mend it or leave it out"
+            f"{path!r}: not whole, or no {what}: {words:.300}; if it is still being written seed again when it is "
+            "whole, else mend it or leave it out"
         ) from error
 
 

@@ -19,20 +19,21 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_jsonl(given: Input) -> Iterator[Record]:
-    """Blank lines are passed over; of the others a file's first and last are parsed: it is JSON, and whole."""
+    """Blank lines are passed over; each of the others is parsed, so that none is broken or cut short."""
     for entry in given.entries:
         is_plain = not entry.path.lower().endswith(COMPRESSIONS)
         with malformed(entry.path, "JSON lines"), given.open(entry) as stream:
-            row, last = 0, b""
-            for offset, line in _lines(stream, entry):
+            row = 0
+            for number, (offset, line) in enumerate(_lines(stream, entry), 1):
                 start = len(line) - len(line.lstrip())
                 text = line.strip()
                 if not text:
                     given.skipped.unused += 1
                     continue
-                if row == 0:
+                try:
                     json.loads(text)
-                last = text
+                except (ValueError, RecursionError) as error:
+                    raise _broken(entry, number, line, error) from error
                 one = (
                     FileField(JSON, entry.path, len(text), offset + start)
                     if is_plain
@@ -40,8 +41,17 @@ def read_jsonl(given: Input) -> Iterator[Record]:
                 )
                 yield given.row_key(entry, row), [one]
                 row += 1
-            if row > 1:
-                json.loads(last)
+
+
+def _broken(entry: Entry, number: int, line: bytes, error: Exception) -> UserError:
+    """``number`` counts from 1. A last line that has no end was perhaps not written to its end."""
+    words, remedy = " ".join(str(error).split()), "mend it or take it out, and seed again"
+    if isinstance(error, json.JSONDecodeError):
+        column = error.colno + len(line) - len(line.lstrip())
+        words = f"{error.msg.removesuffix(' at')} at column {column}"
+    if not line.endswith(b"\n"):
+        remedy = "the file ends in it; if it is still being written seed again when it is whole, else mend it"
+    return UserError(f"{entry.path!r}: line {number} is no JSON: {words:.300}; {remedy}")
 
 
 def _lines(stream: IO[bytes], entry: Entry) -> Iterator[tuple[int, bytes]]:
