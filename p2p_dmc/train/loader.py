@@ -226,14 +226,14 @@ class Loader(DataLoader[Any]):
         if end.finished:
             self._rounds.take()
         else:
-            tally = self._rounds.tally
+            rounds, tally = self._rounds, self._rounds.tally
             tally.consume()
-            if tally.trained and not self._rounds.ever_stepped:
+            if tally.trained and not rounds.ever_stepped and not rounds.overflowed:
                 raise UserError(
                     f"{tally.trained} samples were handed out and the optimizer took no step: "
                     "call step(loss) of the dmc.Optimizer in the loop"
                 )
-            self._rounds.synchronise()
+            rounds.synchronise()
 
     def _ask(self) -> None:
         """Ask for what the rest of the round needs; a view that comes instead of the answer makes it ask

@@ -12,7 +12,7 @@ import torch
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.errors import UserError
 from p2p_dmc.train.inner_keeper import InnerKeeper
-from p2p_dmc.train.names import name_parameters
+from p2p_dmc.train.names import find_model, name_parameters, name_statistics
 from p2p_dmc.train.state import FlatParameters
 
 if TYPE_CHECKING:
@@ -48,12 +48,17 @@ class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` to the outside; every tau steps the parameters are averaged with the other
     peers'.
 
-    ``tau`` is a number of local steps, or an ``AdaComm``. ``model`` is only for the parameters' names in
-    checkpoints (found by itself as a rule). The inner optimizer's state (momentum and the like) stays with
+    ``tau`` is a number of local steps, or an ``AdaComm``. ``model`` has the parameters' names in checkpoints, and the
+    running statistics (found by itself as a rule). The inner optimizer's state (momentum and the like) stays with
     its peer, is kept from round to round, and is restored at the first batch when this peer's trainer starts
     again in the same run (``inner_state`` says how); learning rate, momentum and betas are always the
-    script's own. Parameters in its groups are shared; buffers (running
-    statistics) and parameters that are in no group are not.
+    script's own. Parameters in its groups are shared, and the model's running statistics (BatchNorm); other
+    buffers and parameters that are in no group are not (``docs/training.md``).
+    """
+
+    _step_supports_amp_scaling = False
+    """A fused inner optimizer's is True, and torch's GradScaler would leave unscaling to it, by attributes of the
+    optimizer that it has in hand: of this one, where the inner one does not look.
     """
 
     def __init__(
@@ -108,9 +113,11 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def flatten(self) -> FlatParameters:
-        """The shared parameters, in the groups' order."""
-        self._named = name_parameters(self._inner.param_groups, self._model)
-        return FlatParameters(self._named)
+        """The shared parameters, in the groups' order, and then the model's running statistics."""
+        groups = self._inner.param_groups
+        model = self._model if self._model is not None else find_model(groups)
+        self._named = name_parameters(groups, self._model, model)
+        return FlatParameters([*self._named, *(name_statistics(model) if model is not None else ())])
 
     def keep_state(self, folder: Path, every_s: float) -> None:
         """Restore the inner optimizer's state that an earlier trainer left in ``folder``, and keep it there."""

@@ -218,6 +218,11 @@ class Rounds:
         elif loss is not None:
             self._loss_sum = self._loss_sum + float(loss) * count
 
+    @property
+    def overflowed(self) -> bool:
+        """A gradient in hand is not finite: a scaler has left its step out."""
+        return self._flat is not None and self._flat.has_overflow()
+
     def pass_over(self) -> None:
         """A batch of which every sample was skipped: it is due like a step, so that nobody waits for this peer."""
         if self.tally.in_vain:
@@ -291,6 +296,7 @@ class Rounds:
             self._scratch.zero_()
         else:
             self._flat.gather(self._scratch)
+            self._flat.add_residue(self._anchor, self._scratch)
             state.weighted_delta(self._anchor, self._scratch, weight)
         self._scratch_weight = weight
 

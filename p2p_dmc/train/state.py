@@ -68,6 +68,23 @@ class FlatParameters:
                 parameter.copy_(flat[offset : offset + count].view(parameter.shape))
                 offset += count
 
+    def add_residue(self, anchor: torch.Tensor, flat: torch.Tensor) -> None:
+        """Add to ``flat``, gathered, what ``scatter(anchor)`` could not put into parameters of fewer bits: what they
+        would be had they started from the anchor itself. Else each round would round the average once more, and what
+        is less than half their last bit would never come through.
+        """
+        offset = 0
+        for _, parameter in self._named:
+            count = parameter.numel()
+            if torch.finfo(parameter.dtype).bits < 32:
+                exact = anchor[offset : offset + count]
+                flat[offset : offset + count].add_(exact - exact.to(parameter.dtype).float())
+            offset += count
+
+    def has_overflow(self) -> bool:
+        """Whether a gradient is not finite."""
+        return any(p.grad is not None and not _is_finite(p.grad) for _, p in self._named)
+
     def clear_gradients(self) -> None:
         """Zero what has been accumulated (in place: the script may hold the tensors)."""
         for _, parameter in self._named:
@@ -160,11 +177,14 @@ def forget_nonfinite(state: dict[Any, Any]) -> int:
         key
         for key, values in state.items()
         if isinstance(values, dict)
-        and any(
-            torch.is_tensor(v) and v.is_floating_point() and not torch.isfinite(v).all()
-            for v in values.values()
-        )
+        and any(torch.is_tensor(v) and v.is_floating_point() and not _is_finite(v) for v in values.values())
     ]
     for key in bad:
         del state[key]
     return len(bad)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Of a sparse one, what it has."""
+    dense = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return bool(torch.isfinite(dense).all())

@@ -171,3 +171,15 @@ def test_names() -> None:
     loose = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     assert names([{"params": loose}]) == ["param.0", "param.1"]
     assert names([{"params": loose}], net) == ["param.0", "param.1"]
+
+
+def test_statistics_come_after_the_parameters_and_nothing_else_does() -> None:
+    body = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    body.register_buffer("mask", torch.full((2,), float("-inf")))
+    optimizer, _, _ = wrapped(body)  # the model is found by itself
+    found = [spec.name for spec in optimizer.flatten().specs]
+    assert found[:2] == ["0.weight", "0.bias"]
+    assert found[6:] == ["1.running_mean", "1.running_var"]
+    body[1] = torch.nn.InstanceNorm1d(3)
+    optimizer, _, _ = wrapped(body)
+    assert [spec.name for spec in optimizer.flatten().specs] == ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -198,3 +198,28 @@ def test_forgotten_slots_are_unmapped(tmp_path: Path) -> None:
     assert str(path) in Path("/proc/self/maps").read_text()
     state.forget_slots()
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_what_parameters_of_fewer_bits_cannot_hold_is_added_back() -> None:
+    wide, narrow = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3).bfloat16())
+    flat = FlatParameters([("wide", wide), ("narrow", narrow)])
+    anchor, vector = torch.tensor([0.1, 1 / 3, 1e-30, 0.1, 1 / 3, 257.0]), torch.empty(6)
+    flat.scatter(anchor)
+    flat.gather(vector)
+    assert not torch.equal(vector, anchor)
+    flat.add_residue(anchor, vector)
+    assert torch.equal(vector, anchor)  # nothing has moved
+
+
+def test_a_sparse_memory_that_is_poisoned_is_forgotten() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    for factor, forgotten in ((1.0, 0), (float("nan"), 1)):
+        optimizer.zero_grad()
+        (table(torch.tensor([1, 2])).sum() * factor).backward()
+        optimizer.step()
+        flat = FlatParameters([("weight", table.weight)])
+        assert flat.has_overflow() == bool(forgotten)
+        assert state.forget_nonfinite(optimizer.state) == forgotten
+        flat.clear_gradients()
+        assert not flat.has_overflow()

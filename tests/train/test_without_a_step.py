@@ -13,7 +13,9 @@ from p2p_dmc.train.tally import Tally
 from p2p_dmc.wire.trainer_messages import LeaseEnd
 
 
-def loader_whose(samples: int, ever_stepped: bool, skipped: int = 0) -> tuple[Loader, list[str]]:
+def loader_whose(
+    samples: int, ever_stepped: bool, skipped: int = 0, overflowed: bool = False
+) -> tuple[Loader, list[str]]:
     rounds: list[str] = []
     loader = Loader.__new__(Loader)
     tally = Tally()
@@ -23,6 +25,7 @@ def loader_whose(samples: int, ever_stepped: bool, skipped: int = 0) -> tuple[Lo
         SimpleNamespace(
             tally=tally,
             ever_stepped=ever_stepped,
+            overflowed=overflowed,
             synchronise=lambda: rounds.append("round"),
         ),
     )
@@ -40,11 +43,13 @@ def test_samples_without_any_step_are_the_scripts_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "ever_stepped", "skipped"), [(0, False, 0), (96, True, 0), (96, False, 96)]
+    ("samples", "ever_stepped", "skipped", "overflowed"),
+    [(0, False, 0, False), (96, True, 0, False), (96, False, 96, False), (96, False, 0, True)],
 )
 def test_a_peer_without_samples_or_with_steps_takes_part(
-    samples: int, ever_stepped: bool, skipped: int
+    samples: int, ever_stepped: bool, skipped: int, overflowed: bool
 ) -> None:
-    loader, rounds = loader_whose(samples, ever_stepped, skipped)
+    """Overflowed: a GradScaler has left all its steps out so far."""
+    loader, rounds = loader_whose(samples, ever_stepped, skipped, overflowed)
     loader._wait_out(END)
     assert rounds == ["round"]
