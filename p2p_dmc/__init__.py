@@ -6,7 +6,7 @@ What a training script uses::
 
     with dmc.connect() as peer:  # under `dmc-peer join`
         data = peer.dataset("digits")
-        optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), peer, tau=dmc.AdaComm(tau0=16))
+        optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), peer, tau=dmc.AdaComm())
         for x, y in peer.loader(data, batch_size=32, epochs=5, decode=decode):
             ...
             optimizer.step(loss)

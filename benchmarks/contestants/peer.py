@@ -20,7 +20,7 @@ def main() -> None:
     record = task.Record()
     with dmc.connect() as peer:
         data = peer.dataset(args.name)
-        tau = args.tau or dmc.AdaComm(tau0=args.tau0, t0_s=args.t0)
+        tau = args.tau or dmc.AdaComm("basic", args.tau0, args.t0, min_utilisation=0)
         optimizer = dmc.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), peer, tau=tau)
         loader = peer.loader(
             data,

@@ -131,4 +131,5 @@ def facts(header: RoundHeader) -> RoundFacts:
         loss_sum_micro=header.loss_sum_micro,
         compute_us=header.compute_us,
         comm_us=header.comm_us,
+        rate_nano=header.rate_nano,
     )

@@ -192,17 +192,11 @@ def fingerprint(
 
     ``parts``: of a mixture, which is called ``dataset_name``.
     """
-    policy = TauPolicy.from_bytes(ready.tau_policy)
-    tau = (
-        f"{policy.tau0}"
-        if policy.kind == "fixed"
-        else f"AdaComm(tau0={policy.tau0}, t0={policy.t0_ms / 1000:g} s, tau_max={policy.tau_max})"
-    )
     pairs = [
         ("data set", f"{dataset_name} {ready.dataset.hex()[:12]}"),
         ("epochs", str(ready.epochs)),
         ("seed", str(ready.seed)),
-        ("tau", tau),
+        ("tau", _tau_words(TauPolicy.from_bytes(ready.tau_policy))),
         ("outer optimizer", ready.outer),
         ("quorum", quorum),
         ("backend", backend),
@@ -215,6 +209,17 @@ def fingerprint(
     ]
     pairs += [(f"{PART}{part.name}", f"{part.passes} x {part.digest}") for part in parts]
     return tuple(pairs)
+
+
+def _tau_words(policy: TauPolicy) -> str:
+    if policy.kind == "fixed":
+        return f"{policy.tau0}"
+    words = [policy.rule, f"tau0={policy.tau0 or 'auto'}", f"t0={policy.t0_ms / 1000:g} s"]
+    words += [f"tau_max={policy.tau_max}"]
+    words += [f"min_utilisation={policy.utilisation_permille / 1000}"] if policy.utilisation_permille else []
+    words += [f"loss_floor={policy.floor_micro / 1_000_000}"] if policy.floor_micro else []
+    words += [] if policy.rate else ["lr_ratio=False"]
+    return f"AdaComm({', '.join(words)})"
 
 
 def parts_of(pairs: Iterable[Sequence[str]]) -> tuple[KnownPart, ...]:

@@ -13,7 +13,7 @@ from p2p_dmc.agent.course import Course, Outcome
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
-from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.adacomm import TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.braids import Braid, part, size, unordered
 from p2p_dmc.core.ledger import Ledger, Stretch
@@ -36,10 +36,7 @@ AHEAD = 4
 """Shards of so many leases to come are fetched while the trainer has work: they are here when it wants them."""
 SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
-
-
 MOST_LEASED = 1 << 20
-
 BAD_ROUNDS = 3
 """So many rounds in a row without a finite delta are no accident of one sample: the peer leaves the run."""
 
@@ -218,6 +215,7 @@ class Training:
                 compute_us=said.compute_us,
                 finite=said.finite,
                 skipped=said.skipped,
+                rate_nano=said.rate_nano,
             )
         )
 
@@ -231,6 +229,7 @@ class Training:
         finite: bool,
         final: bool = False,
         skipped: tuple[tuple[int, int], ...] = (),
+        rate_nano: int = 0,
     ) -> RoundHeader:
         return RoundHeader(
             view_epoch=self.view.view_epoch,
@@ -251,6 +250,7 @@ class Training:
             closing=self.host.closing(),
             final=final,
             skipped=skipped,
+            rate_nano=rate_nano,
         )
 
     def _say(self, header: RoundHeader) -> None:
@@ -371,7 +371,7 @@ class Training:
         if not self.host.complete(ref):
             return False
         reach("complete")
-        before, tau_used = self.ledger, self.held.tau.tau
+        before, tau_used = self.ledger, self.held.tau
         in_hand = self.work.leased - self.work.cursors[self.me] - result.consumed[self.me]
         counted = [braid for part in outcome.counted for braid in part]
         given_up = self._given_up + ledger.given_up_since(before, unordered(counted))
@@ -393,6 +393,7 @@ class Training:
                 epoch=ledger.epoch,
                 reset=not result.headers[self.me].finite,
                 retake=outcome.work is not None and self.work.leased < in_hand,
+                may_decay=tau.lowest,
             )
         )
         self._after_completion()
@@ -431,7 +432,7 @@ class Training:
         outcome: Outcome,
         given_up: tuple[tuple[int, Stretch], ...],
         before: Ledger,
-        tau_used: int,
+        tau_used: TauState,
     ) -> None:
         samples = sum(result.weights)
         loss = sum(h.loss_sum_micro for h in result.headers if h.finite) / samples / 1e6 if samples else None
@@ -442,7 +443,8 @@ class Training:
             round=self.held.ref.lineage[1],
             committed_round=self.committed_round[1],
             members=len(self.view.voters),
-            tau=tau_used,
+            tau=tau_used.tau,
+            tau_reason=tau_used.reason,
             loss=None if loss is None else round(loss, 6),
             epoch=before.epoch,
             samples_round=samples,
@@ -461,7 +463,6 @@ class Training:
             part=before.part,
             speeds=[pace.speed for pace in self.course.paces],
             said=[[h.samples, h.steps, h.compute_us, h.finite, h.skipped] for h in result.headers],
-            tau_reason=self.held.tau.reason,
         )
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -488,7 +489,10 @@ def check_skipped(skipped: Sequence[tuple[int, int]], samples: int) -> None:
 def check_header(header: RoundHeader) -> None:
     """Bounds of a header from the network; RemoteProtocolError."""
     numbers = (header.samples, header.steps, header.compute_us, header.comm_us, header.wait_us, header.round)
-    if any(not 0 <= n < 1 << 53 for n in numbers) or abs(header.loss_sum_micro) > MOST_LOSS_MICRO:
+    if (
+        any(not 0 <= n < 1 << 53 for n in (*numbers, header.rate_nano))
+        or abs(header.loss_sum_micro) > MOST_LOSS_MICRO
+    ):
         raise RemoteProtocolError("a header's number is out of range")
     check_skipped(header.skipped, header.samples)
     if len(header.digest) != 16 or len(header.payload_spec) != 16:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from p2p_dmc.agent.run_files import load_names, save_run
@@ -45,9 +46,10 @@ def view_started(run: Run, training: Training, mode: Local) -> ViewStarted:
     """The trainer's word of it."""
     reach("opening")
     held, (steps, _) = training.held, training.course.steps()  # no time limit: nobody's pace is known yet
-    return _started(
+    started = _started(
         run, training.view, mode, str(held.slot), held.anchor_digest, steps, training.ledger.epoch
     )
+    return replace(started, may_decay=held.tau.lowest)
 
 
 def learning_started(run: Run, view: View) -> ViewStarted:

@@ -16,6 +16,7 @@ from p2p_dmc.train import state
 from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend, ring_bytes
 from p2p_dmc.train.leases import Leases
 from p2p_dmc.train.link import AgentLink
+from p2p_dmc.train.rates import rate_nano
 from p2p_dmc.train.tally import Tally
 from p2p_dmc.wire import trainer_messages as tm
 
@@ -35,6 +36,7 @@ class Rounds:
         self.leases = Leases()
         self.view: tm.ViewStarted | None = None
         self.tau = 1
+        self.may_decay = True
         self.epoch = 0  # the ledger's
         self.finished = False
         self.final_path: str | None = None
@@ -171,6 +173,7 @@ class Rounds:
             self._anchor_in = anchor_in
         first, self.view = self.view is None, view
         self.tau, self.epoch, self._next_round = view.tau, view.epoch, view.next_round
+        self.may_decay = view.may_decay
         self._limit_us = 0
         self.leases.end = None
         if view.local is tm.Local.RESET:
@@ -282,6 +285,7 @@ class Rounds:
                 compute_us=self._compute_us,
                 finite=finite,
                 skipped=tuple(self.tally.skipped),
+                rate_nano=rate_nano(self._inner),
             )
         )
 
@@ -356,6 +360,7 @@ class Rounds:
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
             self._anchor, self._anchor_in = self._candidate, self._candidate_in
         self.tau, self._limit_us, self.epoch = message.steps, message.limit_us, message.epoch
+        self.may_decay = message.may_decay
         self.lineage = (message.view_epoch, message.round)
         self._next_round = message.round + 1
         self.leases.end = None

@@ -145,6 +145,7 @@ class RoundHeader:
     final: bool  # nothing is left to train: this header only commits
     skipped: tuple[tuple[int, int], ...] = ()
     """Samples that could not be decoded, [lo, hi) among those consumed: the ledger counts them as skipped."""
+    rate_nano: int = 0  # learning rate in billionths; 0: not known
 
     @property
     def trained(self) -> int:

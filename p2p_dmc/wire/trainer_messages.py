@@ -15,6 +15,8 @@ MAX_SKIPPED = 1024
 """Stretches of skipped samples that one header tells of."""
 MOST_LOSS_MICRO = 2**62
 """A loss sum beyond this, in millionths, is said as this."""
+MOST_RATE_NANO = 2**52
+"""A learning rate beyond this, in billionths, is said as this."""
 
 
 class Local(IntEnum):
@@ -133,6 +135,7 @@ class RoundReady:
     compute_us: int
     finite: bool
     skipped: tuple[tuple[int, int], ...] = ()
+    rate_nano: int = 0  # learning rate in billionths; 0: not known
 
 
 @message
@@ -239,6 +242,7 @@ class ViewStarted:
     local: Local
     backend: str  # "gloo" or "nccl"
     group_timeout_ms: int
+    may_decay: bool = True  # tau does not ask the learning rate to stay as it is
 
 
 @message
@@ -328,6 +332,7 @@ class RoundComplete:
     epoch: int
     reset: bool  # this peer's delta was not finite: leases are dropped, samples are consumed again
     retake: bool  # the rest of the epoch was shared out anew: what is leased and not consumed is others'
+    may_decay: bool = True  # as in ViewStarted
 
 
 @message

@@ -19,9 +19,9 @@ from p2p_dmc.agent.run_files import RunOptions, RunRecord, load_record, save_rec
 from p2p_dmc.agent.state import SlotPool
 from p2p_dmc.agent.trainer_desk import MAX_BYTES
 from p2p_dmc.agent.training import Training
-from p2p_dmc.agent.view_opening import out_of_date
+from p2p_dmc.agent.view_opening import out_of_date, view_started
 from p2p_dmc.agent.work import Hand, Strike, Work, encode_strikes
-from p2p_dmc.core.adacomm import TauPolicy
+from p2p_dmc.core.adacomm import TauPolicy, start
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import (
     PAYLOAD_MAX_BYTES,
@@ -45,10 +45,11 @@ from p2p_dmc.wire.messages import (
     decode_meta,
     encode_meta,
 )
-from p2p_dmc.wire.trainer_messages import RoundFailed, RoundReady, RoundResult, RunFinished
+from p2p_dmc.wire.trainer_messages import Local, RoundFailed, RoundReady, RoundResult, RunFinished
 from tests.agent.helpers import (
     NUMEL,
     PARAMETERS,
+    POLICY,
     Around,
     member,
     payload,
@@ -64,6 +65,22 @@ from tests.agent.helpers import (
 
 def run_of(around: Around) -> Run:
     return Run("r", RunOptions(), around.services)
+
+
+@pytest.mark.parametrize("policy", [POLICY, TauPolicy(kind="adacomm", tau0=4)])
+def test_a_view_tells_the_trainer_whether_its_rate_may_decay(tmp_path: Path, policy: TauPolicy) -> None:
+    run = run_of(surroundings(tmp_path))
+    run.me = member(1)
+    run.keeper.open(PARAMETERS)
+    held = state(run.keeper.pool(), (0, 0), tau=start(policy))
+    training = SimpleNamespace(
+        view=view_of([payload()]),
+        held=held,
+        course=SimpleNamespace(steps=lambda: (4, 0)),
+        ledger=held.ledger,
+    )
+    started = view_started(run, cast(Any, training), Local.RESET)
+    assert (started.may_decay, started.tau, started.digest) == (policy == POLICY, 4, held.anchor_digest)
 
 
 def in_a_view_of_two(around: Around) -> Run:

@@ -165,7 +165,7 @@ def settings_of(ready: RunReady = READY, name: str = "digits", **facts: str) -> 
         (settings_of(replace(READY, outer="nesterov")), "outer optimizer is nesterov here and average"),
         (
             settings_of(replace(READY, tau_policy=TauPolicy(kind="adacomm", tau0=4, t0_ms=1500).to_bytes())),
-            "tau is AdaComm(tau0=4, t0=1.5 s, tau_max=512) here and 4 in the run",
+            "tau is AdaComm(basic, tau0=4, t0=1.5 s, tau_max=512, lr_ratio=False) here and 4 in the run",
         ),
         (settings_of(replace(READY, parameters=PARAMETERS[:1])), "number of parameters is 1 here and 2"),
         (

@@ -18,6 +18,8 @@ from p2p_dmc.agent.state import Held
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.training import BAD_ROUNDS, SHARD_PATIENCE_S, Measured, Training, check_header
 from p2p_dmc.agent.work import PlainBraid, Work
+from p2p_dmc.core import adacomm
+from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
 from p2p_dmc.core.braids import INTERLEAVED, in_turn
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
@@ -126,11 +128,12 @@ class Member:
         ledger: Ledger,
         measured: Measured | None = None,
         opened: Ledger | None = None,
+        policy: TauPolicy = POLICY,
     ) -> None:
         self.peer_id = peer(i)
         keeper = StateKeeper("r", root / f"run{i}", surroundings(root, me=i).services, Promises())
         keeper.open(PARAMETERS)
-        self.held = state(keeper.pool(), view.start.lineage, 0.0, ledger)
+        self.held = state(keeper.pool(), view.start.lineage, 0.0, ledger, adacomm.start(policy))
         keeper.hold(self.held)
         self.host = Host(keeper)
         me = view.members.index(member(i))
@@ -142,7 +145,7 @@ class Member:
             held=self.held,
             ledger=opened,
             work=Work.for_view(view, me, opened, keep_leases=True),
-            policy=POLICY,
+            policy=policy,
             payload_spec=SPEC,
             measured=measured or Measured(),
             keeper=keeper,
@@ -261,6 +264,21 @@ def test_a_round_from_lease_to_completion(tmp_path: Path) -> None:
     assert set(flat(line["counted"])) >= set(leased) and size(flat(line["counted"])) == 10
     assert not set(m.lease(6)) & set(leased)  # and so on
     assert m.training.measured.speed == 6
+
+
+def test_tau_its_reason_and_whether_the_rate_may_decay(tmp_path: Path) -> None:
+    """The second round ends an interval in which the loss has not fallen: tau is halved, to its least."""
+    policy = TauPolicy(kind="adacomm", tau0=2, t0_ms=1500, rule="paper", rate=True)
+    m = two(tmp_path, policy=policy)
+    for may_decay in (False, True, True):
+        m.consume(6, rate_nano=10**8)
+        assert m.host.mail[-1][1].rate_nano == 10**8
+        m.other_says(2, 4)
+        m.reduced()
+        assert m.last(RoundComplete).may_decay is may_decay
+        assert m.training.held.tau.rate_nano == 10**8
+    told = [(line["tau"], line["tau_reason"]) for line in m.host.rounds]
+    assert told == [(2, "start"), (2, "start"), (1, "halved: loss 1.00 of the first round's")]
 
 
 def test_a_run_begins_with_two_rounds_of_one_step(tmp_path: Path) -> None:
@@ -784,7 +802,9 @@ def _act(m: Member, rng: random.Random) -> None:
 GOOD = plain(RoundHeader, digest=b"d" * 16, payload_spec=b"p" * 16)
 
 
-@pytest.mark.parametrize("name", ["samples", "steps", "compute_us", "comm_us", "wait_us", "round"])
+@pytest.mark.parametrize(
+    "name", ["samples", "steps", "compute_us", "comm_us", "wait_us", "round", "rate_nano"]
+)
 def test_numbers_of_a_header_are_bounded(name: str) -> None:
     check_header(replace(GOOD, **{name: (1 << 53) - 1}))
     for wrong in (-1, 1 << 53, 1 << 63):
@@ -806,6 +826,7 @@ def test_losses_and_digests_of_a_header_are_bounded() -> None:
 
 def test_what_the_tau_controller_reads_of_a_header() -> None:
     header = replace(GOOD, samples=5, steps=2, loss_sum_micro=9, compute_us=3, comm_us=4, finite=True)
+    assert facts(replace(header, rate_nano=7)).rate_nano == 7
     read = facts(header)
     assert (read.samples, read.steps, read.loss_sum_micro, read.compute_us, read.comm_us) == (5, 2, 9, 3, 4)
     read = facts(replace(header, finite=False))

@@ -176,7 +176,13 @@ class TestAssignment:
 class TestTau:
     policy = TauPolicy(kind="adacomm", tau0=16, t0_ms=10)
     state = TauState(
-        tau=16, f0_micro=None, elapsed_us=0, interval_samples=0, interval_loss_micro=0, reason="start"
+        tau=16,
+        f0_micro=None,
+        elapsed_us=0,
+        interval_samples=0,
+        interval_loss_micro=0,
+        reason="start",
+        tau0=16,
     )
 
     @pytest.mark.parametrize(
@@ -188,12 +194,21 @@ class TestTau:
             ("elapsed_us", -1),
             ("interval_samples", -1),
             ("interval_loss_micro", -(2**63) - 1),
+            ("last_micro", -(2**63) - 1),
+            ("tau0", -1),
+            ("rate_nano", 1.0),
+            ("rate0_nano", -1),
+            ("ratio_q16", 2**63),
+            ("measured", -1),
+            ("members", True),
+            ("lowest", 1),
             ("reason", b"bytes"),
             ("reason", "x" * 201),
         ],
     )
     def test_a_state_that_makes_no_sense_is_refused(self, name: str, value: Any) -> None:
-        with pytest.raises(ValueError, match="reason" if name == "reason" else f"^{name} is an integer"):
+        words = {"reason": "reason", "lowest": "lowest is True or False"}
+        with pytest.raises(ValueError, match=words.get(name, f"^{name} is an integer")):
             replace(self.state, **{name: value})
         assert replace(self.state, reason="x" * 200, f0_micro=-(2**63)).tau == 16
 
@@ -201,9 +216,9 @@ class TestTau:
         """No peer of ours makes it, but one could be sent."""
         odd = replace(self.state, interval_samples=5)
         idle = RoundFacts(samples=0, steps=0, loss_sum_micro=0, compute_us=20_000, comm_us=0)
-        assert after_round(self.policy, odd, [idle]) == replace(odd, elapsed_us=20_000)
+        assert after_round(self.policy, odd, [idle]) == replace(odd, elapsed_us=20_000, members=1)
 
     def test_another_format_is_named(self) -> None:
         fields = msgpack.unpackb(self.state.to_bytes())
-        with pytest.raises(RemoteProtocolError, match="format 77, expected 1"):
+        with pytest.raises(RemoteProtocolError, match="format 77, expected 2"):
             TauState.from_bytes(msgpack.packb([77, *fields[1:]]))

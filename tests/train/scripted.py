@@ -166,6 +166,7 @@ class ScriptedAgent:
         world: int = 1,
         backend: str = "gloo",
         slot: str = "",
+        **more: Any,
     ) -> None:
         """``slot``: where the anchor is already; else it is written into a new one."""
         self.view_epoch += 1
@@ -186,6 +187,7 @@ class ScriptedAgent:
                 local=local,
                 backend=backend,
                 group_timeout_ms=2000,
+                **more,
             )
         )
 
@@ -215,7 +217,13 @@ class ScriptedAgent:
         return self.read(path), result
 
     def complete(
-        self, tau: int = 2, epoch: int = 0, reset: bool = False, retake: bool = False, limit_us: int = 0
+        self,
+        tau: int = 2,
+        epoch: int = 0,
+        reset: bool = False,
+        retake: bool = False,
+        limit_us: int = 0,
+        **more: Any,
     ) -> None:
         self.send(
             tm.RoundComplete(
@@ -226,6 +234,7 @@ class ScriptedAgent:
                 epoch=epoch,
                 reset=reset,
                 retake=retake,
+                **more,
             )
         )
         self.round += 1

@@ -381,6 +381,31 @@ def test_a_round_is_due_when_its_time_is_up(agent: ScriptedAgent) -> None:
         Script(agent).run()
 
 
+def test_the_learning_rate_is_told_and_the_agent_says_when_it_may_decay(agent: ScriptedAgent) -> None:
+    """The script halves it when told that it may, after a view said no and a round said yes."""
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin(anchor=[1.0], tau=1, may_decay=False)
+        agent.lease(*all_stretches(agent))
+        for rate, may_decay in ((LR, False), (LR, True), (LR, True), (LR / 2, True)):
+            ready = agent.expect(tm.RoundReady)
+            assert ready.rate_nano == rate * 1e9
+            agent.reduce(2, 2)
+            agent.complete(tau=1, may_decay=may_decay)
+        agent.receive()
+        agent.send(tm.TrainerStop(reason=""))
+
+    one = Script(agent)
+
+    def decay() -> None:
+        if one.optimizer.may_decay and len(one.batches) > 3:
+            one.optimizer.param_groups[0]["lr"] = LR / 2
+
+    one.on_batch = decay
+    with agent.play(script), pytest.raises(RunStopped):
+        one.run()
+
+
 def test_a_round_in_which_nobody_had_weight(agent: ScriptedAgent) -> None:
     """It is complete without a reduction: the anchor stays."""
 

@@ -11,12 +11,14 @@ import p2p_dmc as dmc
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.errors import UserError
 from p2p_dmc.train.names import name_parameters
+from p2p_dmc.train.rates import rate_nano
 
 
 class FakeRounds:
     """Counts what the optimizer tells it."""
 
     tau = 2
+    may_decay = True
 
     def __init__(self, started: bool = True) -> None:
         self.started = started
@@ -133,15 +135,69 @@ def test_losses_that_cannot_be_used() -> None:
 
 def test_tau() -> None:
     assert wrapped(tau=5)[0].policy == TauPolicy(kind="fixed", tau0=5)
-    ada = wrapped(tau=dmc.AdaComm(tau0=4, t0_s=1.5, tau_max=32))[0].policy
+    ada = wrapped(tau=dmc.AdaComm("basic", 4, 1.5, 32, min_utilisation=0, lr_ratio=False))[0].policy
     assert ada == TauPolicy(kind="adacomm", tau0=4, t0_ms=1500, tau_max=32)
     assert wrapped(tau=dmc.AdaComm(tau0=100))[0].policy.tau_max == 100
+    ada = wrapped(tau=dmc.AdaComm(loss_floor=-0.25))[0].policy
+    assert ada == TauPolicy(
+        kind="adacomm",
+        tau0=0,
+        t0_ms=60_000,
+        tau_max=64,
+        rule="plateau",
+        rate=True,
+        floor_micro=-250_000,
+        utilisation_permille=500,
+    )
     for wrong in (0, -1, 2.5, "8", True, None):
         with pytest.raises(UserError, match="tau"):
             wrapped(tau=wrong)
-    for wrong in (dmc.AdaComm(tau0=0), dmc.AdaComm(t0_s=0), dmc.AdaComm(t0_s=float("nan"))):
+    for wrong in (
+        dmc.AdaComm(tau0=0),
+        dmc.AdaComm(tau0="some"),  # type: ignore[arg-type]
+        dmc.AdaComm(t0_s=0),
+        dmc.AdaComm(t0_s=float("nan")),
+        dmc.AdaComm("fast"),  # type: ignore[arg-type]
+        dmc.AdaComm(min_utilisation=1.0),
+        dmc.AdaComm(loss_floor=float("inf")),
+    ):
         with pytest.raises(UserError, match="AdaComm"):
             wrapped(tau=wrong)
+
+
+def test_whether_the_rate_may_decay_is_the_agents_word() -> None:
+    optimizer, rounds, _ = wrapped()
+    for word in (False, True):
+        rounds.may_decay = word
+        assert optimizer.may_decay is word
+
+
+@pytest.mark.parametrize(
+    ("rate", "nano"),
+    [
+        (0.1, 100_000_000),
+        (torch.tensor(0.5), 500_000_000),
+        (1e-12, 1),
+        (0.0, 0),
+        (-1.0, 0),
+        (float("nan"), 0),
+        (float("inf"), 0),
+        (1e30, 2**52),
+        ("fast", 0),
+        (torch.ones(2), 0),
+        (None, 0),
+    ],
+)
+def test_the_learning_rate_in_headers(rate: Any, nano: int) -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    inner.param_groups[0]["lr"] = rate
+    assert rate_nano(inner) == nano
+
+
+def test_an_optimizer_without_a_learning_rate() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    del inner.param_groups[0]["lr"]
+    assert rate_nano(inner) == rate_nano(None) == 0
 
 
 class Net(torch.nn.Module):
