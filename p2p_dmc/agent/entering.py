@@ -208,7 +208,7 @@ class Entrance:
         self._asked_s = now_s
         self._asked += 1
         turn = ASKED_AT_ONCE * (self._asked - 1) % max(1, len(standing))
-        return Step(ask=tuple(p.peer_id for p in (standing[turn:] + standing[:turn])[:ASKED_AT_ONCE]))
+        return Step(ask=tuple(p.peer_id for p in [*standing[turn:], *standing[:turn]][:ASKED_AT_ONCE]))
 
     def rivals(self, mine: RunMeta, peers: Sequence[OtherPeer]) -> Step | None:
         """Whether somebody continues another history of this run; None if not. Ask now and then, in a view too.

@@ -74,7 +74,9 @@ class RollCall:
         view = self._run.view
         assert view is not None, "whoever stops is in a view"
         votes = self._run.me in view.voters and view.view_epoch > self._gave_up_n
-        deaf = votes and not self._run.said_beyond(view.view_epoch)
+        # somebody may have installed a later view, if this peer has said a set for it
+        beyond = any(said.view_epoch > view.view_epoch for said in self._run.promises.pending)
+        deaf = votes and not beyond
         self._on_disk = on_disk
         self._own = RunClosed(
             lineage=ref.lineage,

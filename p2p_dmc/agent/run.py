@@ -144,10 +144,6 @@ class Run:
         if self.rounds is not None:
             self.rounds.frozen = True
 
-    def said_beyond(self, view_epoch: int) -> bool:
-        """Whether this peer has said a set for a view after this one, which somebody may have installed."""
-        return any(view.view_epoch > view_epoch for view in self._promises.pending)
-
     def save_closed(self) -> bool:
         """All have stopped, this peer too: it keeps its vote at the next start. False when the disk refuses."""
         reach("all-stopped")

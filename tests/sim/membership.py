@@ -99,7 +99,9 @@ class Detector:
         refused = other.core is None or other.boot > boot
         if not host.up or not boot or not refused or not self.network.both_ways(host.peer_id, other.peer_id):
             return
-        in_contact = self.now_ms + host.clock_ms - heard_ms < self.contact * SUSPICION_MS and version != UNTOLD
+        in_contact = (
+            self.now_ms + host.clock_ms - heard_ms < self.contact * SUSPICION_MS and version != UNTOLD
+        )
         if in_contact and host.verdicts.get(other.peer_id) != (boot, Verdict.CRASHED):
             self._note_age(host, other, boot, version)
         self.tell(
