@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from p2p_dmc.data.index import SampleEntry, ShardIndex
 from p2p_dmc.data.manifest import Manifest
@@ -38,7 +39,7 @@ class SampleReader:
     def __init__(self, max_open: int = 32) -> None:
         if max_open < 1:
             raise ValueError(f"max_open {max_open}: at least one file must be open to be read")
-        self._max_open = max_open
+        self.max_open = max_open
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         """By path, the least recently used first."""
         self._indexes: dict[str, tuple[Identity, ShardIndex]] = {}
@@ -73,6 +74,21 @@ class SampleReader:
         what is done with one while it is in the processor's cache is done sooner. The reader reads nothing else
         meanwhile. Raises as `read`.
         """
+        return self.find(path, manifest, shard_index, sample_indices, set()).read()
+
+    def find(
+        self,
+        path: Path,
+        manifest: Manifest,
+        shard_index: int,
+        sample_indices: Sequence[int],
+        held: set[str],
+    ) -> Found:
+        """Where samples of one shard lie.
+
+        ``held``: the files, ``max_open`` of them at most, in which others were found that are still to be read; they
+        stay open, and this one is added. Without it none but these can be read. Raises as `read`.
+        """
         if shard_index < 0:
             raise IndexError(f"shard {shard_index}")
         shard = manifest.shards[shard_index]
@@ -80,13 +96,13 @@ class SampleReader:
             raise IndexError(
                 f"samples {min(sample_indices)} to {max(sample_indices)} of a shard with {shard.sample_count}"
             )
-        descriptor, name = self._open(str(path)), shard.digest.hex()
-        entries = self._index(path, descriptor, shard.sample_count).entries(sample_indices)
+        name = str(path)
+        descriptor = self._open(name, held)
+        entries = self._index(name, descriptor, shard.sample_count).entries(sample_indices)
         places: Sequence[int] = range(len(entries))
         if len(entries) > 1:
             places = sorted(places, key=[entry.fields[0][1] for entry in entries].__getitem__)
-        for place in places:
-            yield place, _sample(path, descriptor, entries[place], manifest.name, name)
+        return Found(name, descriptor, manifest.name, shard.digest.hex(), places, entries)
 
     def close(self) -> None:
         """Close all files and forget what was in them. The reader can be used again."""
@@ -111,34 +127,35 @@ class SampleReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str, held: set[str]) -> int:
+        """Of the files that are ``held`` none is closed: their descriptors are in use."""
         descriptor = self._descriptors.get(name)
-        if descriptor is not None and os.fstat(descriptor).st_nlink == 0:
+        if descriptor is not None and name not in held and os.fstat(descriptor).st_nlink == 0:
             self._close(name, deleted=True)
             descriptor = None
+        held.add(name)
         if descriptor is None:
-            self._close_deleted()
+            self._close_deleted(held)
             descriptor = self._descriptors[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
             if name in self._closed:
                 kept = self._closed.pop(name)
                 self._closed_bytes -= kept[1].memory_bytes
                 if kept[0] == identity(os.fstat(descriptor)):
                     self._indexes[name] = kept
-            if len(self._descriptors) > self._max_open:
+            if len(self._descriptors) > self.max_open:
                 self._close(next(iter(self._descriptors)))
         self._descriptors.move_to_end(name)
         return descriptor
 
-    def _close_deleted(self) -> None:
+    def _close_deleted(self, held: set[str]) -> None:
         """The disk gets their room back only then. A few of them each time, all in turn."""
         names = list(self._descriptors)
         for name in names[self._turn : self._turn + LOOKS]:
-            if os.fstat(self._descriptors[name]).st_nlink == 0:
+            if name not in held and os.fstat(self._descriptors[name]).st_nlink == 0:
                 self._close(name, deleted=True)
         self._turn = self._turn + LOOKS if self._turn + LOOKS < len(names) else 0
 
-    def _index(self, path: Path, descriptor: int, sample_count: int) -> ShardIndex:
-        name = str(path)
+    def _index(self, name: str, descriptor: int, sample_count: int) -> ShardIndex:
         if name not in self._indexes:
             now = identity(os.fstat(descriptor))
             try:
@@ -165,33 +182,52 @@ def read_index(path: Path) -> ShardIndex:
             raise ShardDamaged(f"{str(path)!r}: {error}") from error
 
 
-def _sample(path: Path, descriptor: int, entry: SampleEntry, dataset_name: str, shard_name: str) -> Sample:
+class Found(NamedTuple):
+    """Where samples of one shard lie, in a file that its reader has open."""
+
+    path: str
+    descriptor: int
+    dataset_name: str
+    shard_name: str
+    places: Sequence[int]
+    """In ``entries``, in the order of the file."""
+    entries: Sequence[SampleEntry]
+
+    def read(self) -> Iterator[tuple[int, Sample]]:
+        """Each with its place, one at a time. Raises ShardDamaged."""
+        path, descriptor, dataset_name, shard_name, places, entries = self
+        for place in places:
+            yield place, _sample(path, descriptor, entries[place], dataset_name, shard_name)
+
+
+def _sample(path: str, descriptor: int, entry: SampleEntry, dataset_name: str, shard_name: str) -> Sample:
     """Fields that lie close together, as a tar's do, cost one read."""
-    sample: Sample = {"__key__": entry.key, "__dataset__": dataset_name, "__shard__": shard_name}
-    if len(entry.fields) == 1:
-        ((extension, offset, size),) = entry.fields
-        sample[extension] = _read(path, descriptor, offset, size, entry.key)
+    key, fields = entry
+    sample: Sample = {"__key__": key, "__dataset__": dataset_name, "__shard__": shard_name}
+    if len(fields) == 1:
+        ((extension, offset, size),) = fields
+        sample[extension] = _read(path, descriptor, offset, size, key)
         return sample
-    start = min(offset for _, offset, _ in entry.fields)
-    end = max(offset + size for _, offset, size in entry.fields)
-    if end - start > MOST_GAPS * sum(size for _, _, size in entry.fields) + PAGE_BYTES:
-        for extension, offset, size in entry.fields:
-            sample[extension] = _read(path, descriptor, offset, size, entry.key)
+    start = min(offset for _, offset, _ in fields)
+    end = max(offset + size for _, offset, size in fields)
+    if end - start > MOST_GAPS * sum(size for _, _, size in fields) + PAGE_BYTES:
+        for extension, offset, size in fields:
+            sample[extension] = _read(path, descriptor, offset, size, key)
         return sample
-    whole = _read(path, descriptor, start, end - start, entry.key)
-    for extension, offset, size in entry.fields:
+    whole = _read(path, descriptor, start, end - start, key)
+    for extension, offset, size in fields:
         sample[extension] = whole[offset - start : offset - start + size]
     return sample
 
 
-def _read(path: Path, descriptor: int, offset: int, size: int, key: str) -> bytes:
+def _read(path: str, descriptor: int, offset: int, size: int, key: str) -> bytes:
     data = os.pread(descriptor, size, offset)
     if len(data) == size:
         return data
     while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
         data += more  # one read returns at most 2 GiB
     if len(data) < size:
-        raise ShardDamaged(f"{str(path)!r}: sample {key!r} is cut short")
+        raise ShardDamaged(f"{path!r}: sample {key!r} is cut short")
     return data
 
 

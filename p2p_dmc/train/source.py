@@ -22,7 +22,7 @@ from p2p_dmc.core.ledger import sample_permutation
 from p2p_dmc.data.disk import shard_path
 from p2p_dmc.data.manifest import Manifest
 from p2p_dmc.data.mixture import Mixture
-from p2p_dmc.data.samples import Sample, SampleReader, ShardDamaged
+from p2p_dmc.data.samples import Found, Sample, SampleReader, ShardDamaged
 from p2p_dmc.train.leases import Batch
 from p2p_dmc.train.processes import die_with_parent
 from p2p_dmc.train.shared_buffers import Desk, Loan, Parcel
@@ -136,14 +136,31 @@ class Source:
                 places += range(lane, end, lanes)
                 indices += self._order(batch.epoch, shard)[lo:hi]
             place = end
-        for shard, (places, indices) in wanted.items():
-            try:
-                path, manifest, at, first = self._place(shard)
-                there = [first + index for index in indices] if first else indices
-                for which, sample in self._reader.read_each(path, manifest, at, there):
-                    yield places[which], sample
-            except (FileNotFoundError, ShardDamaged) as error:
-                raise ShardMissing(shard) from error
+        shards = list(wanted)
+        for lo in range(0, len(shards), self._reader.max_open):
+            held: set[str] = set()
+            found = [
+                (shard, wanted[shard][0], self._find(shard, wanted[shard][1], held))
+                for shard in shards[lo : lo + self._reader.max_open]
+            ]
+            for shard, places, there in found:
+                try:
+                    for which, sample in there.read():
+                        yield places[which], sample
+                except ShardDamaged as error:
+                    raise ShardMissing(shard) from error
+
+    def _find(self, shard: int, indices: Sequence[int], held: set[str]) -> Found:
+        """Where samples of one shard lie, looked up for all of a batch before the first is decoded: between two decodes
+        the same takes longer, since they drive all else out of the processor's cache.
+        """
+        path, manifest, at, first = self._place(shard)
+        try:
+            return self._reader.find(
+                path, manifest, at, [first + index for index in indices] if first else indices, held
+            )
+        except (FileNotFoundError, ShardDamaged) as error:
+            raise ShardMissing(shard) from error
 
     def _read(self, shard: int, indices: Sequence[int]) -> list[Sample]:
         path, manifest, at, first = self._place(shard)

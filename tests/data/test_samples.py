@@ -139,12 +139,12 @@ def test_fields_far_apart_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         far = SampleEntry("key", (("a", 0, 10), ("b", 100_010, 20)))
         near = SampleEntry("key", (("a", 5, 5), ("b", 8, 100)))
-        assert samples._sample(path, descriptor, far, "d", "s") == {
+        assert samples._sample(str(path), descriptor, far, "d", "s") == {
             "__key__": "key", "__dataset__": "d", "__shard__": "s", "a": b"a" * 10, "b": b"b" * 20,
         }  # fmt: skip
         assert sizes == [10, 20]
         sizes.clear()
-        assert samples._sample(path, descriptor, near, "d", "s")["b"] == b"aa" + bytes(98)
+        assert samples._sample(str(path), descriptor, near, "d", "s")["b"] == b"aa" + bytes(98)
         assert sizes == [103]
     finally:
         os.close(descriptor)
@@ -158,6 +158,26 @@ def test_a_deleted_file_is_closed_when_another_is_opened(seeded: tuple[Path, Sto
         first.unlink()
         reader.read(second, manifest, 1, 0)
         assert list(reader._descriptors) == [str(second)]
+
+
+def test_what_was_found_is_read_though_its_file_is_deleted_before_others_are_found(
+    seeded: tuple[Path, Store, Manifest],
+) -> None:
+    """Its descriptor is closed neither for that nor to make room, and so is no other file's by then."""
+    _, store, manifest = seeded
+    paths = [store.path(manifest.digest, shard) for shard in (0, 1, 2)]
+    wanted = [read_sample(path, manifest, shard, 0) for shard, path in enumerate(paths)]
+    before = open_descriptors()
+    with SampleReader(max_open=3) as reader:
+        reader.read(store.path(manifest.digest, 3), manifest, 3, 0)
+        held: set[str] = set()
+        found = [reader.find(paths[0], manifest, 0, [0], held)]
+        paths[0].unlink()
+        found += [reader.find(paths[shard], manifest, shard, [0], held) for shard in (1, 2, 0)]
+        assert held == set(map(str, paths)) and open_descriptors() == before + 3
+        assert [sample for one in found for _, sample in one.read()] == [*wanted, wanted[0]]
+        with pytest.raises(FileNotFoundError):
+            reader.find(paths[0], manifest, 0, [0], set())
 
 
 def preads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
