@@ -122,9 +122,7 @@ class Run:
         return ready
 
     def _tell_version(self, version: int) -> None:
-        """With every sign of life; not of a closed run opened again before it has promised more: its end is a death
-        only, for it will be the same member at its next start.
-        """
+        """With every sign of life. Not of a closed run opened again, before it promises: it may be the same again."""
         self.services.promised(self.name, None if self._closed else version)
 
     def _save(self, promises: Promises, *, closed: bool) -> bool:
