@@ -16,6 +16,7 @@ from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.braids import Braid, part, size, unordered
+from p2p_dmc.core.compression import PLAIN, Compression
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.phases import reach
@@ -91,6 +92,7 @@ class Training:
         payload_spec: bytes,
         measured: Measured,
         keeper: StateKeeper,
+        compression: Compression = PLAIN,
     ) -> None:
         self.host = host
         self.view = view
@@ -99,6 +101,7 @@ class Training:
         self.payload_spec = payload_spec
         self.measured = measured
         self.keeper = keeper
+        self.compression = compression
         self.barrier = Barrier(view, me)
         self.full = decode_payload(view.payloads[work.me]).full
         self.me = work.me
@@ -336,6 +339,7 @@ class Training:
                 weight=result.weights[self.me],
                 divisor=sum(result.weights),
                 slot_path=str(self.keeper.scratch()),
+                compress=result.scheme(self.compression),
             )
         )
 
@@ -452,6 +456,7 @@ class Training:
             wait_s=self.measured.wait_us / 1e6,
             bytes_sent=self.measured.bytes_sent,
             bytes_received=self.measured.bytes_received,
+            compress=result.scheme(self.compression) if any(result.weights) else "none",
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
             counted=[braid for part in outcome.counted for braid in plain(part)],

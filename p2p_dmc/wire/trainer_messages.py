@@ -86,6 +86,7 @@ class RunReady:
     parts: tuple[
         tuple[bytes, int], ...
     ] = ()  # digest and passes of each data set of a mixture; (): no mixture
+    compress: str = "none"  # core.compression.SETTINGS
 
 
 @message
@@ -314,6 +315,7 @@ class Reduce:
     weight: int
     divisor: int
     slot_path: str
+    compress: str = "none"  # core.compression.SCHEMES
 
 
 @message
