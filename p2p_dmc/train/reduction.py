@@ -21,8 +21,12 @@ from p2p_dmc.train.collective import ViewGroup, ring_bytes
 from p2p_dmc.train.compression import Codec, codec
 from p2p_dmc.train.exchange import Exchange, Message
 
-STRIPE = 1 << 19
-"""Elements of a stripe, about: its payloads must pass a slow link well within gloo's time-out."""
+STRIPE_BYTES = 1 << 19
+"""Of a stripe's payload, about: three of them must pass a slow link within gloo's time-out, as a ring's pieces of 1 MiB
+must.
+"""
+STRIPE = 1 << 20
+"""Elements of a stripe at most: while one is coded, others are under way."""
 LEAST_SEGMENT = 1 << 13
 LAG = 2
 """Stripes between the steps of one: what is under way fills the links while the processor codes."""
@@ -126,7 +130,7 @@ def reduce_in(exchange: Exchange, coder: Codec, values: torch.Tensor, error: tor
         return
     way: type[_Stripe] = _Owned if coder.is_sum else _Gathered
     whole = _Pass(exchange, coder, values, error)
-    cuts = cut(values.numel(), coder.width, exchange.world)
+    cuts = cut(values.numel(), coder, exchange.world)
     under_way: dict[int, _Stripe] = {}
     for step in range(len(cuts) + 2 * LAG):
         if step < len(cuts):
@@ -140,13 +144,15 @@ def reduce_in(exchange: Exchange, coder: Codec, values: torch.Tensor, error: tor
             under_way.pop(step - 2 * LAG).end()
 
 
-def cut(count: int, width: int, world: int) -> list[list[Span]]:
+def cut(count: int, coder: Codec, world: int) -> list[list[Span]]:
     """Stripes, of each its owners' segments in rank order: [lo, hi) of elements; whole rows but for the last one.
 
     The same on all members. Segments are empty where there is less than a row for each.
     """
+    width = coder.width
     rows = -(-count // width)
-    in_stripe = max(STRIPE // width, world * max(1, LEAST_SEGMENT // width))
+    in_stripe = min(STRIPE // width, STRIPE_BYTES // coder.row_bytes)
+    in_stripe = max(in_stripe, world * max(1, LEAST_SEGMENT // width))
     stripes = max(1, -(-rows // in_stripe))
     edges = [rows * i // stripes for i in range(stripes + 1)]
     return [

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from p2p_dmc.train import reduction
 from p2p_dmc.train.collective import CollectiveError, ring_bytes
-from p2p_dmc.train.compression import codec
+from p2p_dmc.train.compression import Codec, codec
 from p2p_dmc.train.exchange import Exchange
 from p2p_dmc.train.reduction import ErrorFeedback, Reducer, cut, reduce_in
 
 SCHEMES = ("bf16", "int8", "int4", "topk")
 DEADLINE_S = 60
+CODERS = [codec(scheme) for scheme in SCHEMES]
 WORLDS = (2, 3, 4)
 
 
@@ -141,7 +142,7 @@ def test_many_stripes(members: dict[int, Members], scheme: str, monkeypatch: pyt
     monkeypatch.setattr(reduction, "STRIPE", 1 << 13)
     monkeypatch.setattr(reduction, "LEAST_SEGMENT", 1 << 10)
     count = 150_001
-    assert len(cut(count, codec(scheme).width, 3)) > 2 * reduction.LAG + 1
+    assert len(cut(count, codec(scheme), 3)) > 2 * reduction.LAG + 1
     vectors = made(3, count)
     values, errors, exchanges = members[3].reduce(scheme, vectors)
     check(values, errors, vectors)
@@ -183,11 +184,11 @@ def test_alone_nothing_is_rounded(scheme: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(0, 8_000_000),
-    width=st.sampled_from([256, 4096]),
+    coder=st.sampled_from(CODERS),
     world=st.sampled_from([2, 3, 7, 64, 300]),
 )
-def test_stripes_and_segments_cover_the_vector_in_order(count: int, width: int, world: int) -> None:
-    cuts = cut(count, width, world)
+def test_stripes_and_segments_cover_the_vector_in_order(count: int, coder: Codec, world: int) -> None:
+    cuts, width = cut(count, coder, world), coder.width
     edges = [edge for stripe in cuts for segment in stripe for edge in segment]
     assert edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
     assert edges[1:-1:2] == edges[2:-1:2]
