@@ -64,6 +64,16 @@ class ErrorFeedback:
         self._open = True
         return self._next
 
+    def add_to(self, values: torch.Tensor, decay: float = 1.0) -> None:
+        """``values`` += decay x what is owed, which stays as it is. After ``opening``, whose tensor this may use."""
+        if self.owed is None:
+            return
+        if decay == 1.0:
+            values.add_(self.owed)
+        else:
+            assert self._next is not None
+            values.add_(torch.mul(self.owed, decay, out=self._next))
+
     def settle(self, *, counted: bool) -> None:
         """The round that was opened last, if any was since, is in the history, or never will be."""
         if counted and self._open:
@@ -95,13 +105,13 @@ class Reducer:
         values.div_(float(divisor))
         error = self.feedback.opening(values)
         if scheme == "none":
-            self._add_owed(values, 1.0)
+            self.feedback.add_to(values)
             error.zero_()
             group.all_reduce(values)
             moved = ring_bytes(values.nbytes, group.view.world)
             return Moved(1, moved, moved)
         coder = self._codecs.setdefault(scheme, codec(scheme))
-        self._add_owed(values, coder.decay)
+        self.feedback.add_to(values, coder.decay)
         counts: list[int] = []
 
         def work(exchange: Exchange) -> None:
@@ -110,15 +120,6 @@ class Reducer:
 
         group.exchange(work)
         return Moved(1, *counts)
-
-    def _add_owed(self, values: torch.Tensor, decay: float) -> None:
-        owed = self.feedback.owed
-        if owed is None:
-            return
-        if decay == 1.0:
-            values.add_(owed)
-        else:
-            values.add_(owed * decay)
 
 
 def reduce_in(exchange: Exchange, coder: Codec, values: torch.Tensor, error: torch.Tensor) -> None:
