@@ -217,3 +217,37 @@ def test_images_are_a_function_of_the_seed(tmp_path: Path) -> None:
     assert read["a"] == read["b"] != read["c"]
     stored = np.load(tmp_path / "a" / "test.npz")
     assert stored["images"].shape == (5, 28, 28) and set(stored["labels"]) <= set(range(10))
+
+
+# --- the checks of allreduce -----------------------------------------------------------------------------
+
+
+def reduced() -> list[dict[str, Any]]:
+    """What two members found of one megabyte."""
+    one = {"seconds": [9.0, 0.2, 0.4], "around_s": [0.1, 0.1, 0.1], "digest": "d", "off": 1e-8}
+    other = one | {"seconds": [1.0, 0.3, 0.1]}
+    coded = {"seconds": [9.0, 0.1, 0.1], "around_s": [0.1, 0.1, 0.1], "digest": "e", "off": 0.007}
+    return [{"1": {"plain": one, "int8": coded}}, {"1": {"plain": other, "int8": dict(coded)}}]
+
+
+def test_allreduce_takes_the_slowest_and_leaves_the_warm_up_out() -> None:
+    allreduce = importlib.import_module("allreduce")
+    ways, wrong = allreduce.figures(reduced(), "1", "100mbit")
+    assert not wrong
+    assert (ways["plain"]["seconds"], ways["plain"]["repeats"]) == (0.35, 2)
+    assert (ways["int8"]["of_plain"], ways["plain"]["of_plain"]) == (3.5, 1.0)
+    assert ways["ring_bound_s"] == 0.08
+    assert allreduce.figures(reduced(), "1", "loopback")[0]["ring_bound_s"] is None
+    assert allreduce.repeats_of(400, 8, 100_000_000, 30.0) == 1 < allreduce.repeats_of(1, 2, None, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [({"digest": "x"}, "different bits"), ({"off": 0.5}, "off the mean"), ({"off": float("nan")}, "nan off")],
+)
+def test_allreduce_names_what_is_wrong(fault: dict[str, Any], said: str) -> None:
+    allreduce = importlib.import_module("allreduce")
+    found = reduced()
+    found[1]["1"]["int8"] |= fault
+    (line,) = allreduce.figures(found, "1", "loopback")[1]
+    assert line.startswith("1 MB, int8") and said in line

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_dmc.core.agreement_messages import MemberId, View
+from p2p_dmc.core.compression import Compression, Measured
 from p2p_dmc.wire.messages import RoundHeader
 
 
@@ -42,6 +43,10 @@ class BarrierResult:
     @property
     def final(self) -> bool:
         return all(h.final for h, votes in zip(self.headers, self.voting, strict=True) if votes)
+
+    def scheme(self, compression: Compression) -> str:
+        """In which the round's payload travels: all members have the same headers."""
+        return compression.scheme([Measured(h.bytes_sent, h.comm_us) for h in self.headers])
 
     def common(self) -> tuple[bytes, bytes]:
         """Digest of the state that the round starts from, and payload specification: most voters'."""

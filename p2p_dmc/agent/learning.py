@@ -10,6 +10,7 @@ from p2p_dmc.agent.barrier import Barrier, BarrierResult
 from p2p_dmc.agent.catch_up import CatchUp, Kept
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.agreement_messages import MemberId, View
+from p2p_dmc.core.compression import PLAIN, Compression
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import Reduce, RoundReady, RoundRefused, RoundResult
@@ -39,12 +40,14 @@ class Learning:
         catch_up: CatchUp,
         payload_spec: bytes,
         keeper: StateKeeper,
+        compression: Compression = PLAIN,
     ) -> None:
         self.host = host
         self.view = view
         self.catch_up = catch_up
         self.payload_spec = payload_spec
         self.keeper = keeper
+        self.compression = compression
         self.barrier = Barrier(view, me)
         self.me = view.members.index(me)
         self.frozen = False
@@ -147,6 +150,7 @@ class Learning:
                     weight=0,
                     divisor=sum(result.weights),
                     slot_path=str(self.keeper.scratch()),
+                    compress=result.scheme(self.compression),
                 )
             )
 

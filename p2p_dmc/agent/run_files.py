@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,18 @@ from p2p_dmc.agent.checkpoints import closed_is_whole
 from p2p_dmc.agent.home import write_json
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import GivenUp, Lineage, MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.core.compression import Compression
 from p2p_dmc.data.mixture import Mixture
-from p2p_dmc.errors import UserError
+from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
 
 Fingerprint = tuple[tuple[str, str], ...]
 
 PART = "part of the data: "
+COMPRESSION = "compression"
+DEFAULTS = {COMPRESSION: "none"}
+"""What a fingerprint means that does not say it: it was written before there was a choice."""
 """Of a mixture: begins the settings that tell its data sets."""
 
 
@@ -158,12 +163,24 @@ def load_names(folder: Path) -> dict[str, str]:
     return {str(peer_id): str(name) for peer_id, name in names.items()} if isinstance(names, dict) else {}
 
 
-def payload_spec(parameters: Sequence[ParameterSpec]) -> bytes:
-    """16 bytes that two peers share when their flat buffers have the same shape."""
+def payload_spec(parameters: Sequence[ParameterSpec], compress: str = "none") -> bytes:
+    """16 bytes that two peers share when their flat buffers have the same shape and travel alike."""
     hasher = hashlib.blake2b(digest_size=16)
+    if compress != "none":
+        hasher.update(f"{compress}\n".encode())
     for p in parameters:
         hasher.update(f"{p.name}\0{p.shape}\0{p.dtype}\n".encode())
     return hasher.digest()
+
+
+def compression_of(ready: RunReady) -> Compression:
+    """How this run's rounds travel; RemoteProtocolError for a word that this version does not know."""
+    try:
+        return Compression(
+            setting=ready.compress, parameters=sum(math.prod(p.shape) for p in ready.parameters)
+        )
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from None
 
 
 class KnownPart(NamedTuple):
@@ -198,6 +215,7 @@ def fingerprint(
         ("seed", str(ready.seed)),
         ("tau", _tau_words(TauPolicy.from_bytes(ready.tau_policy))),
         ("outer optimizer", ready.outer),
+        (COMPRESSION, ready.compress),
         ("quorum", quorum),
         ("backend", backend),
         ("lost shards", on_lost),
@@ -239,8 +257,8 @@ def fingerprint_digest(pairs: Fingerprint) -> bytes:
 
 def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
     """The first setting in which ``theirs`` differs from the run's, in words; None when they agree."""
-    run, other = dict(mine), dict(theirs)
-    for setting in [*run, *(s for s in other if s not in run)]:
+    run, other = DEFAULTS | dict(mine), DEFAULTS | dict(theirs)
+    for setting in [*dict(mine), *other]:
         if run.get(setting) != other.get(setting):
             return f"{setting} is {other.get(setting, 'missing')} here and {run.get(setting, 'missing')} in the run"
     return None

@@ -13,6 +13,7 @@ from p2p_dmc.agent.work import MAX_STRIKES, Strike, encode_strikes
 from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.braids import unordered
+from p2p_dmc.core.compression import PLAIN, Compression
 from p2p_dmc.core.ledger import Ledger
 from p2p_dmc.data.mixture import mixture_of
 from p2p_dmc.errors import RemoteProtocolError, UserError
@@ -35,6 +36,7 @@ class TrainerDesk:
         self.data: RunData | None = None
         """Of what it trains on, as far as it is on this peer; there once ``ready`` is."""
         self.policy: TauPolicy | None = None
+        self.compression: Compression = PLAIN
         self.fingerprint: run_files.Fingerprint = ()
         self.quorum, self.backend, self.on_lost = "", "", ""
         self.up = False
@@ -75,6 +77,7 @@ class TrainerDesk:
             return
         self.data, self.ready, self.fingerprint = RunData(run.services.data, mixture), ready, pairs
         self.policy = TauPolicy.from_bytes(ready.tau_policy)
+        self.compression = run_files.compression_of(ready)
         if run.keeper.slots is None:
             run.keeper.open(ready.parameters)
         if run.keeper.current is not None:

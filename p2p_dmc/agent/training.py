@@ -16,6 +16,7 @@ from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
 from p2p_dmc.core.adacomm import TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import MemberId, StateRef, View
 from p2p_dmc.core.braids import Braid, part, size, unordered
+from p2p_dmc.core.compression import PLAIN, Compression
 from p2p_dmc.core.ledger import Ledger, Stretch
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.observe.phases import reach
@@ -88,17 +89,15 @@ class Training:
         payload_spec: bytes,
         measured: Measured,
         keeper: StateKeeper,
+        compression: Compression = PLAIN,
     ) -> None:
         self.host = host
-        self.view = view
-        self.held = held
+        self.view, self.held = view, held
         self.course = Course(view, work.me, ledger, work, held.tau, policy)
-        self.payload_spec = payload_spec
-        self.measured = measured
-        self.keeper = keeper
+        self.payload_spec, self.compression = payload_spec, compression
+        self.measured, self.keeper = measured, keeper
         self.barrier = Barrier(view, me)
-        self.full = decode_payload(view.payloads[work.me]).full
-        self.me = work.me
+        self.me, self.full = work.me, decode_payload(view.payloads[work.me]).full
         self.frozen = False
         self.frozen_s = 0.0
         self.committed_round: tuple[int, int] = held.ref.lineage
@@ -336,6 +335,7 @@ class Training:
                 weight=result.weights[self.me],
                 divisor=sum(result.weights),
                 slot_path=str(self.keeper.scratch()),
+                compress=result.scheme(self.compression),
             )
         )
 
@@ -454,6 +454,7 @@ class Training:
             wait_s=self.measured.wait_us / 1e6,
             bytes_sent=self.measured.bytes_sent,
             bytes_received=self.measured.bytes_received,
+            compress=result.scheme(self.compression) if any(result.weights) else "none",
             digest=self.held.anchor_digest.hex(),
             state=self.held.ref.digest.hex(),
             counted=[braid for part in outcome.counted for braid in plain(part)],

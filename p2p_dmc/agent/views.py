@@ -201,9 +201,10 @@ class Views:
             ledger=ledger,
             work=work,
             policy=run.desk.policy,
-            payload_spec=run_files.payload_spec(run.desk.ready.parameters),
+            payload_spec=run_files.payload_spec(run.desk.ready.parameters, run.desk.ready.compress),
             measured=run.measured,
             keeper=run.keeper,
+            compression=run.desk.compression,
         )
         run.stood_in, self._trainer_base, run.in_flight = view.view_epoch, held.ref, None
         self.in_ledger = {s.key for p in payloads for s in p.strikes}
@@ -219,10 +220,10 @@ class Views:
     def _learn(self, view: View) -> None:
         run = self._run
         assert run.desk.ready is not None, "a view without a ready trainer"
-        spec = run_files.payload_spec(run.desk.ready.parameters)
+        spec = run_files.payload_spec(run.desk.ready.parameters, run.desk.ready.compress)
         catch_up = self._catch_up_here()
         self._withheld = None
-        run.learning = Learning(run, view, run.me, catch_up, spec, run.keeper)
+        run.learning = Learning(run, view, run.me, catch_up, spec, run.keeper, run.desk.compression)
         catch_up.enter(view)
         run.to_trainer(learning_started(run, view))
         run.values.flush(run.to_trainer)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.train import sockets
+from p2p_dmc.train.exchange import CollectiveError, Exchange, first_line
 from p2p_dmc.train.rendezvous import AgentStore
 from p2p_dmc.wire.trainer_messages import StoreValue, ViewStarted
 
@@ -26,18 +27,16 @@ SHUT_AGAIN_S = (
     0.05  # an abort while traffic flows can miss (18 of 520 measured): shut down until nothing is left
 )
 READY_TIMEOUTS = 5  # connecting takes gloo up to five of its time-outs
+__all__ = ["REAPER_PREFIX", "CollectiveError", "GroupKeeper", "ViewGroup", "check_backend", "ring_bytes"]
+
 EARLY_VALUES = 256  # rendezvous values of a view that this trainer has not been told of yet
-
-
-class CollectiveError(Exception):
-    """The group could not be made, or what it did failed or was cancelled. The message is for the log."""
 
 
 class ViewGroup:
     """The group of one view; of world 1 there is none and everything succeeds.
 
-    ``all_reduce`` is for the main thread; ``cancel``, ``put`` and ``drop`` are for any thread and do not
-    block.
+    ``all_reduce`` and ``exchange`` are for the main thread; ``cancel``, ``put`` and ``drop`` are for any thread
+    and do not block.
     """
 
     def __init__(self, view: ViewStarted, host: str, send: Callable[[Any], None]) -> None:
@@ -71,8 +70,22 @@ class ViewGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the view's members, in place. CollectiveError leaves it partly reduced."""
-        if self.view.world == 1:
-            return
+        if self.view.world > 1:
+            self._run(lambda group: _all_reduce(group, tensor))
+
+    def exchange(self, work: Callable[[Exchange], None]) -> None:
+        """Do ``work`` with messages between the view's members. CollectiveError, also when any of its messages fails.
+
+        It keeps nothing of what it is given. Alone in a view there is nobody to send to.
+        """
+        view = self.view
+        if view.world == 1:
+            work(Exchange(None, view.rank, 1))
+        else:
+            self._run(lambda group: work(Exchange(group, view.rank, view.world)))
+
+    def _run(self, work: Callable[[Any], None]) -> None:
+        """Do something with the group once it stands."""
         timeout_s = READY_TIMEOUTS * self.view.group_timeout_ms / 1000
         if not self._settled.wait(timeout_s):
             raise CollectiveError(f"the group was not made within {timeout_s:.0f} s")
@@ -81,17 +94,16 @@ class ViewGroup:
             if self._error is not None or group is None:
                 raise CollectiveError(self._error or "the group was dropped")
             self._idle.clear()
+        failed = None
         try:
-            under_way = group.allreduce([tensor])
-            reach("reducing")
-            under_way.wait()
-        except RuntimeError as error:
-            raise CollectiveError(_first_line(error)) from None
+            work(group)
+        except CollectiveError as error:
+            failed = str(error)  # not the error itself: the frames of its traceback hold the group
         finally:
             del group  # the last reference must fall on the reaper's thread
             self._idle.set()
-        if self._error is not None:
-            raise CollectiveError(self._error)
+        if failed is not None or self._error is not None:
+            raise CollectiveError(failed or self._error)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether the group stands, waiting at most ``timeout_s`` for it."""
@@ -119,7 +131,7 @@ class ViewGroup:
         try:
             group = _make_gloo(self._store, self.view, self._host)
         except Exception as error:  # noqa: BLE001 gloo lets through what our store raises, too
-            self._fail(f"the group could not be made: {_first_line(error)}")
+            self._fail(f"the group could not be made: {first_line(error)}")
             return
         with self._lock:
             self._group = group
@@ -230,6 +242,15 @@ def ring_bytes(size_bytes: int, world: int) -> int:
     return 2 * size_bytes * (world - 1) // world
 
 
+def _all_reduce(group: Any, tensor: torch.Tensor) -> None:
+    try:
+        under_way = group.allreduce([tensor])
+        reach("reducing")
+        under_way.wait()
+    except RuntimeError as error:
+        raise CollectiveError(first_line(error)) from None
+
+
 def _make_gloo(store: AgentStore | None, view: ViewStarted, host: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -237,7 +258,3 @@ def _make_gloo(store: AgentStore | None, view: ViewStarted, host: str) -> Any:
     options._threads = 1
     options._devices = [gloo.create_device(hostname=host)]  # the default would listen on loopback only
     return gloo(store, view.rank, view.world, options)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]

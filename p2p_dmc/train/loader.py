@@ -190,6 +190,7 @@ class Loader(DataLoader[Any]):
             tau_policy=optimizer.policy.to_bytes(),
             outer="average",
             parts=self._data.recipe,
+            compress=optimizer.compress,
         )
         self._rounds.start(ready, flat, optimizer.inner)
         if self._loaded is not None and self._rounds.view is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from p2p_dmc.core import compression
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.errors import UserError
 from p2p_dmc.train.inner_keeper import InnerKeeper
@@ -80,6 +81,10 @@ class Optimizer(torch.optim.Optimizer):
     again in the same run (``inner_state`` says how); learning rate, momentum and betas are always the
     script's own. Parameters in its groups are shared, and the model's running statistics (BatchNorm); other
     buffers and parameters that are in no group are not (``docs/training.md``).
+
+    ``compress`` is how averages travel: "none" (float32), "bf16", "int8", "int4", "topk", or "auto", which picks among
+    the first three by the bandwidth of the round before. What one round's coding leaves out is added to the next one
+    (docs/compression.md).
     """
 
     _step_supports_amp_scaling = False
@@ -93,6 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         peer: Peer,
         tau: int | AdaComm = 8,
         model: torch.nn.Module | None = None,
+        compress: str = "none",
     ) -> None:
         # not super().__init__(): groups, state and defaults are the inner optimizer's (see the properties
         # below)
@@ -105,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         self._keeper: InnerKeeper | None = None
         self._adaptive = isinstance(tau, AdaComm)
         self.policy = tau.to_policy() if isinstance(tau, AdaComm) else _fixed(tau)
+        self.compress = _known(compress)
         peer._attach(self)
 
     def step(self, loss: Any = None) -> Any:
@@ -226,3 +233,9 @@ def _fixed(tau: int) -> TauPolicy:
         raise UserError(
             f"tau {tau!r}: the number of local steps in a round, 1 or more, or dmc.AdaComm(...)"
         ) from None
+
+
+def _known(compress: str) -> str:
+    if compress not in compression.SETTINGS:
+        raise UserError(f"compress={compress!r}: it is one of {', '.join(map(repr, compression.SETTINGS))}")
+    return compress

@@ -13,10 +13,11 @@ import torch
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.train import state
-from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend, ring_bytes
+from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend
 from p2p_dmc.train.leases import Leases
 from p2p_dmc.train.link import AgentLink
 from p2p_dmc.train.rates import rate_nano
+from p2p_dmc.train.reduction import Moved, Reducer
 from p2p_dmc.train.tally import Tally
 from p2p_dmc.wire import trainer_messages as tm
 
@@ -63,6 +64,7 @@ class Rounds:
         self._candidate_in = ("", b"")
         self._candidate: torch.Tensor | None = None  # the slot that the last Reduce named, not yet recorded
         self._scratch = torch.empty(0)
+        self._reducer = Reducer()
         self._scratch_weight: int | None = (
             None  # the delta's weight in scratch; None: something else is there
         )
@@ -160,6 +162,7 @@ class Rounds:
         check_backend(view.backend)
         if self._flat is None:
             raise RuntimeError("a view before RunReady")
+        self._settle_feedback(view.local)
         if view.local is tm.Local.LEARN:
             self._learning, self._parked, self.expected = view, True, False
             return
@@ -181,9 +184,20 @@ class Rounds:
         if first or view.local is not tm.Local.KEEP:
             self._restart()
 
+    def _settle_feedback(self, local: tm.Local) -> None:
+        """What a new view says of the round that failed, if one did (see ``docs/compression.md``)."""
+        match local:
+            case tm.Local.KEEP:
+                self._reducer.feedback.settle(counted=False)
+            case tm.Local.COUNTED:
+                self._reducer.feedback.settle(counted=True)
+            case _:
+                self._reducer.feedback.forget()
+
     def _finish(self, message: tm.RunFinished) -> None:
         assert self._flat is not None
         self._anchor = state.read_slot(message.slot_path, self._flat.size, message.digest)
+        self._reducer.feedback.forget()
         self.finished, self.final_path = True, message.final_path
         self._forget_leases()
         self._restart()
@@ -304,59 +318,65 @@ class Rounds:
             state.weighted_delta(self._anchor, self._scratch, weight)
         self._scratch_weight = weight
 
-    def _all_reduce(self, order: tm.Reduce) -> int | None:
-        """Sum everybody's weighted delta into scratch; microseconds, or None when it failed."""
+    def _all_reduce(self, order: tm.Reduce) -> tuple[Moved, int] | None:
+        """Sum everybody's weighted delta into scratch. What moved and the microseconds, or None when it failed."""
+        assert self._flat is not None
         started = time.perf_counter()
         self._scale(order.weight)
         self._scratch_weight = None
+        moved = Moved(0, 0, 0)
         try:
             if order.divisor:
-                self._groups.get(order.view_epoch).all_reduce(self._scratch)
+                group = self._groups.get(order.view_epoch)
+                exact = self._flat.statistics
+                moved = self._reducer.reduce(group, order.compress, self._scratch, order.divisor, exact)
         except CollectiveError as error:
             self._groups.drop(order.view_epoch)  # at once: the others learn of it by their broken connections
             self.send(tm.RoundFailed(view_epoch=order.view_epoch, round=order.round, reason=str(error)))
             return None
-        return int((time.perf_counter() - started) * 1e6)
+        return moved, int((time.perf_counter() - started) * 1e6)
 
     def _reduce(self, order: tm.Reduce) -> None:
         assert self.view is not None and self._flat is not None
-        comm_us = self._all_reduce(order)
-        if comm_us is None:
+        reduced = self._all_reduce(order)
+        if reduced is None:
             return
+        moved, comm_us = reduced
         candidate = state.open_slot(order.slot_path, self._flat.size)
-        state.average(self._anchor, self._scratch, order.divisor, out=candidate)
+        state.average(self._anchor, self._scratch, moved.divisor, out=candidate)
         digest = state.digest_of(candidate)
         self._candidate, self._candidate_in = candidate, (order.slot_path, digest)
         reach("reduced")
-        self._say_result(order, digest, comm_us, self.view.world if order.divisor else 1)
+        self._say_result(order, digest, comm_us, moved)
 
     def _reduce_to_learn(self, order: tm.Reduce, view: tm.ViewStarted) -> None:
         """A learner has no anchor yet: it adds zeros, and hands on what the round does to everybody's."""
         assert self._flat is not None
         if order.view_epoch != view.view_epoch:
             return
-        comm_us = self._all_reduce(order)
-        if comm_us is None:
+        reduced = self._all_reduce(order)
+        if reduced is None:
             return
-        state.mean(self._scratch, order.divisor, out=state.open_slot(order.slot_path, self._flat.size))
-        self._say_result(order, b"", comm_us, view.world)
+        moved, comm_us = reduced
+        self._reducer.feedback.forget()  # whether the round counts is never said to it
+        state.mean(self._scratch, moved.divisor, out=state.open_slot(order.slot_path, self._flat.size))
+        self._say_result(order, b"", comm_us, moved)
 
-    def _say_result(self, order: tm.Reduce, digest: bytes, comm_us: int, world: int) -> None:
-        assert self._flat is not None
-        moved = ring_bytes(self._flat.size * state.ITEM_BYTES, world)
+    def _say_result(self, order: tm.Reduce, digest: bytes, comm_us: int, moved: Moved) -> None:
         self.send(
             tm.RoundResult(
                 view_epoch=order.view_epoch,
                 round=order.round,
                 digest=digest,
                 comm_us=comm_us,
-                bytes_sent=moved,
-                bytes_received=moved,
+                bytes_sent=moved.sent_bytes,
+                bytes_received=moved.received_bytes,
             )
         )
 
     def _complete(self, message: tm.RoundComplete) -> None:
         assert self._inner is not None
+        self._reducer.feedback.settle(counted=True)
         if self._candidate is not None:  # without a Reduce nobody had weight, and the anchor stays
             self._anchor, self._anchor_in = self._candidate, self._candidate_in
         self.tau, self._limit_us, self.epoch = message.steps, message.limit_us, message.epoch

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from p2p_dmc.errors import UserError
+from p2p_dmc.train.names import STATISTICS
 from p2p_dmc.wire.trainer_messages import ParameterSpec
 
 ITEM_BYTES = 4
@@ -49,6 +50,15 @@ class FlatParameters:
         return tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
             for name, p in self._named
+        )
+
+    @property
+    def statistics(self) -> int:
+        """How many elements at the end are running statistics, not parameters."""
+        return sum(
+            tensor.numel()
+            for name, tensor in self._named
+            if name.rpartition(".")[2] in STATISTICS and not isinstance(tensor, torch.nn.Parameter)
         )
 
     def gather(self, flat: torch.Tensor) -> None:

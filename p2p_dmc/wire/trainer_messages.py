@@ -88,6 +88,7 @@ class RunReady:
     parts: tuple[
         tuple[bytes, int], ...
     ] = ()  # digest and passes of each data set of a mixture; (): no mixture
+    compress: str = "none"  # core.compression.SETTINGS
 
 
 @message
@@ -318,6 +319,7 @@ class Reduce:
     weight: int
     divisor: int
     slot_path: str
+    compress: str = "none"  # core.compression.SCHEMES
 
 
 @message

@@ -11,6 +11,7 @@ from p2p_dmc.agent.catch_up import CatchUp, Kept
 from p2p_dmc.agent.learning import NO_DIGEST, Learning
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.agreement_messages import MemberId, Promises
+from p2p_dmc.core.compression import Compression
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import Reduce, RoundReady, RoundRefused, RoundResult
 from tests.agent.helpers import PARAMETERS, header_like, member, payload, peer, plain, surroundings, view_of
@@ -351,3 +352,11 @@ def test_whose_group_failed_asks_where_the_voters_are(one: Learner) -> None:
     one.all_stand()
     one.reduced()  # the trainer's late word
     assert len(one.orders()) == 1 and one.catch_up.kept == []
+
+
+def test_a_learner_reads_the_scheme_from_the_same_headers(tmp_path: Path) -> None:
+    one = Learner(tmp_path)
+    one.learning.compression = Compression(setting="auto", parameters=10_000_000)
+    one.hear(1, comm_us=3_000_000, bytes_sent=12_500_000)
+    one.hear(3, comm_us=1_000_000, bytes_sent=12_500_000)
+    assert [order.compress for order in one.orders()] == ["int8"]

@@ -16,6 +16,7 @@ from p2p_dmc.agent.checkpoints import write_checkpoint
 from p2p_dmc.agent.run_files import (
     RunRecord,
     boot_for,
+    compression_of,
     fingerprint,
     fingerprint_digest,
     first_difference,
@@ -30,8 +31,9 @@ from p2p_dmc.agent.run_files import (
 from p2p_dmc.agent.state import SlotPool
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import GivenUp, MemberId, Promises, Replaced, ViewRef
+from p2p_dmc.core.compression import SETTINGS, Compression
 from p2p_dmc.core.ledger import Ledger
-from p2p_dmc.errors import UserError
+from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
 from tests.agent.helpers import DATASET, NUMEL, PARAMETERS, member, state, surroundings
 from tests.wire.values import any_of
@@ -163,6 +165,7 @@ def settings_of(ready: RunReady = READY, name: str = "digits", **facts: str) -> 
         (settings_of(quorum="strict"), "quorum is strict here and majority in the run"),
         (settings_of(backend="nccl"), "backend is nccl here and auto in the run"),
         (settings_of(replace(READY, outer="nesterov")), "outer optimizer is nesterov here and average"),
+        (settings_of(replace(READY, compress="int8")), "compression is int8 here and none in the run"),
         (
             settings_of(replace(READY, tau_policy=TauPolicy(kind="adacomm", tau0=4, t0_ms=1500).to_bytes())),
             "tau is AdaComm(basic, tau0=4, t0=1.5 s, tau_max=512, lr_ratio=False) here and 4 in the run",
@@ -188,6 +191,22 @@ def test_the_first_difference_is_named(theirs: tuple[tuple[str, str], ...], said
     difference = first_difference(settings_of(), theirs)
     assert difference is not None and difference.startswith(said)
     assert fingerprint_digest(theirs) != fingerprint_digest(settings_of())
+
+
+def test_a_run_that_said_nothing_of_compression_has_none() -> None:
+    before = tuple(pair for pair in settings_of() if pair[0] != "compression")
+    assert first_difference(before, settings_of()) is None
+    assert first_difference(before, settings_of(replace(READY, compress="topk"))) == (
+        "compression is topk here and none in the run"
+    )
+
+
+def test_payloads_that_travel_otherwise_are_others() -> None:
+    specs = {payload_spec(PARAMETERS, compress) for compress in SETTINGS}
+    assert len(specs) == len(SETTINGS) and payload_spec(PARAMETERS) in specs
+    assert compression_of(replace(READY, compress="auto")) == Compression(setting="auto", parameters=7)
+    with pytest.raises(RemoteProtocolError, match="int3"):
+        compression_of(replace(READY, compress="int3"))
 
 
 def test_batch_size_may_differ() -> None:

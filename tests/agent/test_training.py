@@ -22,6 +22,7 @@ from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
 from p2p_dmc.core.braids import INTERLEAVED, in_turn
+from p2p_dmc.core.compression import Compression
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
@@ -279,6 +280,20 @@ def test_tau_its_reason_and_whether_the_rate_may_decay(tmp_path: Path) -> None:
         assert m.training.held.tau.rate_nano == 10**8
     told = [(line["tau"], line["tau_reason"]) for line in m.host.rounds]
     assert told == [(2, "start"), (2, "start"), (1, "halved: loss 1.00 of the first round's")]
+
+
+def test_the_payload_travels_as_everybodys_headers_say(tmp_path: Path) -> None:
+    auto = Compression(setting="auto", parameters=10_000_000)
+    m = two(tmp_path, measured=Measured(comm_us=1_000_000, bytes_sent=12_500_000))
+    m.training.compression = auto
+    m.consume(6)
+    m.other_says(2, 4, comm_us=0, bytes_sent=0)
+    assert m.last(Reduce).compress == "int8"
+    m.reduced(comm_us=1000, bytes_sent=250_000)  # 2 Gbit/s
+    assert m.host.rounds[-1]["compress"] == "int8"
+    m.consume(6)
+    m.other_says(2, 4, comm_us=2000, bytes_sent=250_000)
+    assert m.last(Reduce).compress == "bf16"
 
 
 def test_a_run_begins_with_two_rounds_of_one_step(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from p2p_dmc.train.collective import REAPER_PREFIX, CollectiveError, GroupKeeper
+from p2p_dmc.train.compression import Codec, codec
 from p2p_dmc.train.link import AgentLink
+from p2p_dmc.train.reduction import reduce_in
 from p2p_dmc.wire import trainer_messages as tm
 
 
@@ -53,6 +55,7 @@ class Member:
         self.rank, self.world, self.line = rank, world, line
         self.epoch = 0
         self.group_timeout_ms = 4000
+        self.coder: Codec | None = None
         self.groups = GroupKeeper(lambda message: self.link.send(message))
         self.groups.host = "127.0.0.1"
         self.link = AgentLink(endpoint, None, self._early)
@@ -68,6 +71,10 @@ class Member:
     def timeout_ms(self, value: str) -> None:
         self.group_timeout_ms = int(value)
 
+    def compress(self, scheme: str) -> None:
+        """From now on vectors travel so."""
+        self.coder = codec(scheme)
+
     def start(self) -> None:
         self.epoch += 1
         self.groups.start(view(self.epoch, self.rank, self.world, self.group_timeout_ms))
@@ -77,7 +84,11 @@ class Member:
 
     def _reduce(self, count: int) -> float:
         tensor = torch.full((count,), float(self.rank + 1))
-        self.groups.get(self.epoch).all_reduce(tensor)
+        group, coder = self.groups.get(self.epoch), self.coder
+        if coder is None:
+            group.all_reduce(tensor)
+        else:
+            group.exchange(lambda exchange: reduce_in(exchange, coder, tensor, torch.empty_like(tensor)))
         return float(tensor[-1])
 
     def until_failure(self, count: str) -> None:

@@ -94,9 +94,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_three_members_sum_and_a_thousandth_part_of_their_views_leaves_nothing_behind(
     cluster: Cluster,
 ) -> None:
-    members = cluster.start(*["start reduce=100 cycles=20 resources cycles=100 resources"] * 3)
+    plan = "start reduce=100 compress=int8 reduce=100 cycles=20 resources cycles=100 resources"
+    members = cluster.start(*[plan] * 3)
     for one in members:
         assert one.until("reduced")["value"] == 1 + 2 + 3
+        assert one.until("reduced")["value"] == pytest.approx(1 + 2 + 3, rel=0.01)
         before, after = one.until("resources"), one.until("resources")
         assert after["fds"] == before["fds"]
         assert after["threads"] <= before["threads"] + 1  # the last reaper's C++ thread may still be ending
@@ -111,8 +113,9 @@ def test_cancelled_groups_leave_nothing_behind(cluster: Cluster) -> None:
         assert after["threads"] <= before["threads"] + 1
 
 
-def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster) -> None:
-    plan = "start until_failure=2000000 drop"
+@pytest.mark.parametrize("compress", ["", "compress=int8 ", "compress=topk "])
+def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster, compress: str) -> None:
+    plan = f"{compress}start until_failure=2000000 drop resources"
     members = cluster.start(*[plan] * 4)
     for one in members:
         one.until("flowing")
@@ -126,9 +129,11 @@ def test_survivors_of_a_kill_know_at_once_and_go_on_without(cluster: Cluster) ->
         one.until("end")
 
 
-def test_a_stopped_member_is_cancelled_in_milliseconds(cluster: Cluster) -> None:
-    survivor = "timeout_ms=20000 start reduce=10 wait cancel_after=0.5 until_failure=1000 drop resources"
-    members = cluster.start(survivor, survivor, "timeout_ms=20000 start reduce=10 wait")
+@pytest.mark.parametrize("compress", ["", "compress=int8 "])
+def test_a_stopped_member_is_cancelled_in_milliseconds(cluster: Cluster, compress: str) -> None:
+    survivor = "start reduce=10 wait cancel_after=0.5 until_failure=1000 drop resources"
+    plan = f"timeout_ms=20000 {compress}"
+    members = cluster.start(plan + survivor, plan + survivor, plan + "start reduce=10 wait")
     for one in members:
         one.until("reduced")
     members[2].signal(signal.SIGSTOP)

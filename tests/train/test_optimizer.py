@@ -133,6 +133,15 @@ def test_losses_that_cannot_be_used() -> None:
     assert len(optimizer.param_groups) == 2
 
 
+def test_compress() -> None:
+    assert wrapped()[0].compress == "none"
+    for setting in ("none", "bf16", "int8", "int4", "topk", "auto"):
+        assert wrapped(compress=setting)[0].compress == setting
+    for wrong in ("int2", "", None, 8):
+        with pytest.raises(UserError, match=r"compress=.*'none', 'bf16', 'int8', 'int4', 'topk', 'auto'"):
+            wrapped(compress=wrong)
+
+
 def test_tau() -> None:
     assert wrapped(tau=5)[0].policy == TauPolicy(kind="fixed", tau0=5)
     ada = wrapped(tau=dmc.AdaComm("basic", 4, 1.5, 32, min_utilisation=0, lr_ratio=False))[0].policy

@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--key", metavar="KEY", action="append", help="default: the first one")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--compress", default="none")
     return parser.parse_args()
 
 
@@ -77,7 +78,7 @@ def main() -> None:
         wait_at(*args.gate or ())
         model = nn.Sequential(nn.Linear(FEATURES, args.hidden), nn.ReLU(), nn.Linear(args.hidden, CLASSES))
         sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-        optimizer = dmc.Optimizer(sgd, peer, tau=args.tau)
+        optimizer = dmc.Optimizer(sgd, peer, tau=args.tau, compress=args.compress)
         loader = peer.loader(
             data,
             args.batch_size,
