@@ -98,7 +98,7 @@ class Reducer:
     ) -> Moved:
         """``values``, this member's weight x delta, become the sum or the mean of all: the same bits on all members.
 
-        The last ``exact`` elements always travel as float32: running statistics, of which some must not fall below zero.
+        The last ``exact`` elements always travel as float32: running statistics, which may not fall below zero.
         CollectiveError leaves them partly reduced, and what is owed as it was.
         """
         if scheme == "none" and self.feedback.owed is None:
