@@ -22,13 +22,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from p2p_dmc.errors import RunStopped, UserError
     from p2p_dmc.train.optimizer import AdaComm, Optimizer
+    from p2p_dmc.train.outer import Block, Nesterov
     from p2p_dmc.train.session import Peer, connect, join
 
 __version__ = "0.1.0"
-__all__ = ["AdaComm", "Optimizer", "Peer", "RunStopped", "UserError", "connect", "join"]
+__all__ = [
+    "AdaComm",
+    "Block",
+    "Nesterov",
+    "Optimizer",
+    "Peer",
+    "RunStopped",
+    "UserError",
+    "connect",
+    "join",
+]
 
 _HOMES = {
     "AdaComm": "p2p_dmc.train.optimizer",
+    "Block": "p2p_dmc.train.outer",
+    "Nesterov": "p2p_dmc.train.outer",
     "Optimizer": "p2p_dmc.train.optimizer",
     "Peer": "p2p_dmc.train.session",
     "RunStopped": "p2p_dmc.errors",

@@ -20,6 +20,7 @@ PURE = {
     "collections",
     "collections.abc",
     "dataclasses",
+    "decimal",
     "enum",
     "fractions",
     "functools",

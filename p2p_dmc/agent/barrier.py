@@ -32,6 +32,12 @@ class BarrierResult:
         )
 
     @property
+    def steps(self) -> int:
+        """The most local steps that a member's delta comes from."""
+        said = zip(self.headers, self.weights, strict=True)
+        return max((h.steps for h, weight in said if weight), default=0)
+
+    @property
     def change(self) -> bool:
         return any(h.change for h in self.headers)
 

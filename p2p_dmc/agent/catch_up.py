@@ -17,7 +17,8 @@ import numpy as np
 
 from p2p_dmc.agent.adoption import AdoptionFailedError
 from p2p_dmc.agent.barrier import BarrierResult
-from p2p_dmc.agent.course import Course
+from p2p_dmc.agent.checkpoints import values_of
+from p2p_dmc.agent.course import Course, outer_step
 from p2p_dmc.agent.state import Held, file_digest, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import Work, decode_payload, opening_ledger
@@ -34,6 +35,8 @@ SMALL_BYTES = 64 << 20
 SHARE = 4
 """While a reduction runs the download yields, but for one in so many parts of the state in each round: else it might
 never end. Each time that it took too many rounds all the same it yields less."""
+PIECE = 1 << 20
+"""Values of a state that are worked on at once: temporaries are no larger."""
 GIVE_UP_S = 20.0
 """A download without success for so long needs other donors, or another state: the next view's."""
 MOST_FAILURES = 3
@@ -276,7 +279,8 @@ class CatchUp:
         if kept.mean is None:
             self._keeper.pool().pin(slot)
         else:
-            anchor_digest = await self._subtracted(held.slot, kept.mean)
+            coefficients = outer_step(self._keeper.outer, course.tau, kept.result)
+            anchor_digest = await self._advanced(held.slot, kept.mean, coefficients)
         self._replaying = None
         if generation != self._generation:
             self._keeper.pool().unpin(slot)
@@ -296,10 +300,11 @@ class CatchUp:
         self._to_tell(held)
         self._tell()
 
-    async def _subtracted(self, anchor: Path, mean: Path) -> bytes:
-        """As `_subtract`, on a thread. That one goes on when this is cancelled, and keeps its slots until it ends."""
+    async def _advanced(self, anchor: Path, mean: Path, coefficients: tuple[float, ...]) -> bytes:
+        """As `advance`, on a thread. That one goes on when this is cancelled, and keeps its slots until it ends."""
         slots = self._keeper.pool()
-        working = asyncio.ensure_future(asyncio.to_thread(_subtract, anchor, mean))
+        size = values_of(self._keeper.parameters)
+        working = asyncio.ensure_future(asyncio.to_thread(advance, anchor, mean, size, coefficients))
         slots.pin(anchor)
         working.add_done_callback(lambda _: slots.unpin(anchor))
         try:
@@ -337,9 +342,24 @@ class CatchUp:
             self._keeper.pool().unpin(held.slot)
 
 
-def _subtract(anchor: Path, mean: Path) -> bytes:
-    """``mean`` becomes anchor - mean, rounded as on every other member; the digest of that."""
+def advance(anchor: Path, mean: Path, size: int, coefficients: tuple[float, ...]) -> bytes:
+    """The slot ``mean``, which begins with a round's averaged delta, becomes the state after it; its digest.
+
+    ``anchor``: slot of the state before. ``size``: of the anchor in both, the momentum follows it if there is one.
+    ``coefficients``: a `core.outer.OuterStep`, () for plain averaging. Rounded as on every other member
+    (`train.outer.advance`).
+    """
     before = np.memmap(anchor, dtype="<f4", mode="r")
     after = np.memmap(mean, dtype="<f4", mode="r+")
-    np.subtract(before, after, out=after)
+    if coefficients:
+        keep, gain, now, ahead = map(np.float32, coefficients)
+        for start in range(0, size, PIECE):
+            delta, momentum = after[start : min(start + PIECE, size)], after[size + start :][:PIECE]
+            np.multiply(before[size + start :][:PIECE], keep, out=momentum)
+            momentum += delta * gain
+            delta *= now
+            delta += momentum * ahead
+    else:
+        after[size:] = before[size:]
+    np.subtract(before[:size], after[:size], out=after[:size])
     return file_digest(mean)

@@ -1,9 +1,9 @@
 """Committed states on disk: written under a temporary name, synced, renamed; verified when read (DESIGN.md 6, 11).
 
 ``runs/<run>/checkpoints/<view epoch>-<round>/`` holds model.safetensors (float32, one tensor a parameter),
-outer.safetensors (empty while the outer step has no state), ledger.msgpack and meta.json, which has the digests of
-the others and its own. ``.<name>.new.tmp`` is being written, or was when the writer died; ``.<name>.old.tmp`` is moved
-aside for its successor; ``.<name>.gone.tmp`` is being removed.
+outer.safetensors (the outer momentum in the same way, empty without one), ledger.msgpack and meta.json, which has the
+digests of the others and its own. ``.<name>.new.tmp`` is being written, or was when the writer died;
+``.<name>.old.tmp`` is moved aside for its successor; ``.<name>.gone.tmp`` is being removed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,31 @@ def anchor_tensors(
     slot: Path, parameters: Sequence[ParameterSpec]
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """Views of the flat anchor by parameter name, float32."""
-    flat = np.memmap(slot, dtype="<f4", mode="r")
+    return _tensors(np.memmap(slot, dtype="<f4", mode="r"), parameters)
+
+
+def outer_tensors(
+    slot: Path, parameters: Sequence[ParameterSpec]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Of the outer momentum behind the anchor; empty without one."""
+    momentum = np.memmap(slot, dtype="<f4", mode="r")[values_of(parameters) :]
+    return _tensors(momentum, parameters) if momentum.size else {}
+
+
+def values_of(parameters: Sequence[ParameterSpec]) -> int:
+    """How many numbers these parameters have."""
+    return sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
+
+
+def model_digest(held: Held, parameters: Sequence[ParameterSpec]) -> bytes:
+    """xxh3_128 of the parameters alone, without what else the slot holds."""
+    flat = np.memmap(held.slot, dtype="<f4", mode="r")[: values_of(parameters)]
+    return bytes(xxhash.xxh3_128(flat.data).digest())
+
+
+def _tensors(
+    flat: np.ndarray[Any, np.dtype[np.float32]], parameters: Sequence[ParameterSpec]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     tensors, offset = {}, 0
     for parameter in parameters:
         size = int(np.prod(parameter.shape, dtype=np.int64))
@@ -108,7 +132,7 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         write_model(temporary / "model.safetensors", held.slot, parameters, {"format": "pt"})
-        _save({}, temporary / "outer.safetensors", {"format": "pt"})
+        _save(outer_tensors(held.slot, parameters), temporary / "outer.safetensors", {"format": "pt"})
         (temporary / "ledger.msgpack").write_bytes(held.ledger.to_bytes())
         for name in ("outer.safetensors", "ledger.msgpack"):
             _sync_file(temporary / name)
@@ -306,10 +330,14 @@ def _read_anchor(
 
 
 def _values(checkpoint: CheckpointRef) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
-    """The parameters, flat, in their order."""
-    with safe_open(checkpoint.folder / "model.safetensors", framework="np") as tensors:
-        for parameter in checkpoint_parameters(checkpoint):
-            values = tensors.get_tensor(parameter.name)
-            if values.shape != parameter.shape or values.dtype != np.dtype("<f4"):
-                raise ValueError(f"parameter {parameter.name} is not what meta.json says")
-            yield np.ascontiguousarray(values).reshape(-1)
+    """The parameters, flat, in their order, then the outer momentum in the same one if there is any."""
+    parameters = checkpoint_parameters(checkpoint)
+    for name in ("model.safetensors", "outer.safetensors"):
+        with safe_open(checkpoint.folder / name, framework="np") as tensors:
+            if name == "outer.safetensors" and not list(tensors.keys()):
+                return
+            for parameter in parameters:
+                values = tensors.get_tensor(parameter.name)
+                if values.shape != parameter.shape or values.dtype != np.dtype("<f4"):
+                    raise ValueError(f"parameter {parameter.name} of {name} is not what meta.json says")
+                yield np.ascontiguousarray(values).reshape(-1)

@@ -16,6 +16,7 @@ from p2p_dmc.core.adacomm import RoundFacts, TauPolicy, TauState
 from p2p_dmc.core.agreement_messages import View
 from p2p_dmc.core.braids import Braid, part, size, unordered
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.outer import OuterPolicy
 from p2p_dmc.core.pace import Pace, local_steps
 from p2p_dmc.wire.messages import RoundHeader
 
@@ -101,6 +102,11 @@ class Course:
     def steps(self) -> tuple[int, int]:
         """Local steps of my trainer in the next round, and the microseconds that it has for them (0: any)."""
         return local_steps(self.tau.tau, self.paces, self.me, self.work.busy)
+
+
+def outer_step(outer: OuterPolicy, tau: TauState, result: BarrierResult) -> tuple[float, ...]:
+    """How the round with these headers moves the anchor; ``tau`` before it. () when it is averaged plainly."""
+    return outer.step(min(tau.tau, result.steps), tau.tau0) or ()
 
 
 def divide(

@@ -9,8 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from p2p_dmc.agent import run_files
 from p2p_dmc.agent.adoption import ANCHOR, HEAD, Adoption
 from p2p_dmc.agent.checkpoints import (
@@ -18,7 +16,9 @@ from p2p_dmc.agent.checkpoints import (
     checkpoint_parameters,
     list_checkpoints,
     load_checkpoint,
+    model_digest,
     unfinished_checkpoints,
+    values_of,
     write_checkpoint,
     write_model,
 )
@@ -35,6 +35,7 @@ from p2p_dmc.agent.state import Held, SlotPool, encode_head, state_digest
 from p2p_dmc.core.adacomm import TauState
 from p2p_dmc.core.agreement_messages import Lineage, Promises, StateRef
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.outer import AVERAGE, OuterPolicy
 from p2p_dmc.errors import UserError
 from p2p_dmc.observe.phases import reach
 from p2p_dmc.wire.messages import BulkRequest
@@ -61,6 +62,7 @@ class StateKeeper:
         self._services = services
         self.slots: SlotPool | None = None
         self.parameters: tuple[ParameterSpec, ...] = ()
+        self.outer = AVERAGE
         self.current: Held | None = None
         self._recent: dict[bytes, Held] = {}
         self._served_s: dict[bytes, float] = {}
@@ -71,14 +73,13 @@ class StateKeeper:
         self._one_at_a_time = asyncio.Lock()
         self._scratch: Path | None = None
 
-    def open(self, parameters: Sequence[ParameterSpec]) -> None:
+    def open(self, parameters: Sequence[ParameterSpec], outer: OuterPolicy = AVERAGE) -> None:
         """The parameters are known: make room, and load the newest state that is whole and of this history.
 
         A checkpoint, unless an agent that was killed left a newer state in this machine's memory.
         """
-        self.parameters = tuple(parameters)
-        numel = sum(int(np.prod(p.shape, dtype=np.int64)) for p in parameters)
-        self.slots = SlotPool(self._services.memory, numel)
+        self.parameters, self.outer = tuple(parameters), outer
+        self.slots = SlotPool(self._services.memory, values_of(parameters) * outer.vectors)
         for folder in unfinished_checkpoints(self._folder):
             self._skip(folder, "its writing did not come to its end")
         found = newest_record(self._services.memory.left, self._run)
@@ -317,11 +318,12 @@ class StateKeeper:
         slots.pin(held.slot)
         try:
             await asyncio.to_thread(write_model, path, held.slot, self.parameters, {"format": "pt"})
+            digest = await asyncio.to_thread(model_digest, held, self.parameters)
         finally:
             slots.unpin(held.slot)
         run_files.save_run(
             self._folder,
-            finished={"lineage": list(held.ref.lineage), "digest": held.anchor_digest.hex()},
+            finished={"lineage": list(held.ref.lineage), "digest": digest.hex()},
             ledger=held.ledger.to_bytes().hex(),
         )
         return path

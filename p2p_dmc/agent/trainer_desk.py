@@ -14,6 +14,7 @@ from p2p_dmc.core import adacomm
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.braids import unordered
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.outer import parse
 from p2p_dmc.data.mixture import mixture_of
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import trainer_messages as local
@@ -65,6 +66,10 @@ class TrainerDesk:
             return
         if mixture.digest != ready.dataset:
             raise RemoteProtocolError("a mixture of another digest than the trainer says")
+        try:
+            outer = parse(ready.outer)
+        except ValueError as error:
+            raise RemoteProtocolError(str(error)) from None
         stored = tuple((str(a), str(b)) for a, b in run_files.load_run(run.folder).get("fingerprint", ()))
         self._settle(dict(stored))
         parts = run_files.KnownPart.all_of(mixture)
@@ -76,7 +81,7 @@ class TrainerDesk:
         self.data, self.ready, self.fingerprint = RunData(run.services.data, mixture), ready, pairs
         self.policy = TauPolicy.from_bytes(ready.tau_policy)
         if run.keeper.slots is None:
-            run.keeper.open(ready.parameters)
+            run.keeper.open(ready.parameters, outer)
         if run.keeper.current is not None:
             self._ready_to_train()
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from p2p_dmc.agent.barrier import Barrier, BarrierResult
-from p2p_dmc.agent.course import Course, Outcome
+from p2p_dmc.agent.course import Course, Outcome, outer_step
 from p2p_dmc.agent.state import Held, state_digest
 from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.agent.work import InFlight, Work, decode_payload, plain
@@ -38,7 +38,7 @@ SHARD_PATIENCE_S = 2.0
 """A lease waits this long for a shard on its way before the round goes on without it."""
 MOST_LEASED = 1 << 20
 BAD_ROUNDS = 3
-"""So many rounds in a row without a finite delta are no accident of one sample: the peer leaves the run."""
+"""So many rounds in a row without a finite delta are no accident: the peer leaves the run."""
 
 
 class TrainingHost(Protocol):
@@ -336,6 +336,7 @@ class Training:
                 weight=result.weights[self.me],
                 divisor=sum(result.weights),
                 slot_path=str(self.keeper.scratch()),
+                outer=outer_step(self.keeper.outer, self.held.tau, result),
             )
         )
 

@@ -188,7 +188,7 @@ class Loader(DataLoader[Any]):
             batch_size=self._batch_size,
             parameters=flat.specs,
             tau_policy=optimizer.policy.to_bytes(),
-            outer="average",
+            outer=str(optimizer.outer),
             parts=self._data.recipe,
         )
         self._rounds.start(ready, flat, optimizer.inner)

@@ -13,6 +13,7 @@ from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.errors import UserError
 from p2p_dmc.train.inner_keeper import InnerKeeper
 from p2p_dmc.train.names import name_parameters
+from p2p_dmc.train.outer import Outer, policy_of
 from p2p_dmc.train.state import FlatParameters
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` to the outside; every tau steps the parameters are averaged with the other
     peers'.
 
+    ``outer`` says what becomes of the average: "average" is the next parameters; "block" or
+    ``dmc.Block(...)``, and "nesterov" or ``dmc.Nesterov(...)``, go on in the direction of the rounds before, with a
+    momentum that all peers share.
     ``tau`` is a number of local steps, or an ``AdaComm``. ``model`` is only for the parameters' names in
     checkpoints (found by itself as a rule). The inner optimizer's state (momentum and the like) stays with
     its peer, is kept from round to round, and is restored at the first batch when this peer's trainer starts
@@ -88,6 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         peer: Peer,
         tau: int | AdaComm = 8,
         model: torch.nn.Module | None = None,
+        outer: Outer = "average",
     ) -> None:
         # not super().__init__(): groups, state and defaults are the inner optimizer's (see the properties
         # below)
@@ -100,6 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         self._keeper: InnerKeeper | None = None
         self._adaptive = isinstance(tau, AdaComm)
         self.policy = tau.to_policy() if isinstance(tau, AdaComm) else _fixed(tau)
+        self.outer = policy_of(outer)
         peer._attach(self)
 
     def step(self, loss: Any = None) -> Any:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from p2p_dmc.core.outer import parse
 from p2p_dmc.errors import RunStopped, UserError
 from p2p_dmc.observe.phases import reach
-from p2p_dmc.train import state
+from p2p_dmc.train import outer, state
 from p2p_dmc.train.collective import CollectiveError, GroupKeeper, check_backend, ring_bytes
 from p2p_dmc.train.leases import Leases
 from p2p_dmc.train.link import AgentLink
@@ -57,6 +58,7 @@ class Rounds:
         self._compute_us = 0
         self._limit_us = 0  # of computing, after which a round is due; 0: none
         self._flat: state.FlatParameters | None = None
+        self._slot_size = 0  # values of a state: the parameters, and the outer momentum if there is one
         self._inner: torch.optim.Optimizer | None = None
         self._anchor = torch.empty(0)
         self._anchor_in = ("", b"")  # its slot and digest: this trainer has written or verified it
@@ -89,6 +91,7 @@ class Rounds:
         """
         self._flat, self._inner = flat, inner
         self._scratch = torch.zeros(flat.size)
+        self._slot_size = flat.size * parse(ready.outer).vectors
         self._link.send(ready)
         while self.view is None and not self.finished:
             self.take()
@@ -152,8 +155,9 @@ class Rounds:
                 pass  # an answer that somebody waits for, or the late word of a round that is over
 
     def _write_initial(self, message: tm.WriteInitial, flat: state.FlatParameters) -> None:
-        slot = state.open_slot(message.slot_path, flat.size)
+        slot = state.open_slot(message.slot_path, self._slot_size)
         flat.gather(slot)
+        slot[flat.size :].zero_()
         self.send(tm.InitialWritten(digest=state.digest_of(slot)))
 
     def _enter_view(self, view: tm.ViewStarted) -> None:
@@ -169,7 +173,7 @@ class Rounds:
         self._learning, self._parked = None, False
         anchor_in = (view.slot_path, view.digest)
         if anchor_in != self._anchor_in:
-            self._anchor = state.read_slot(view.slot_path, self._flat.size, view.digest)
+            self._anchor = state.read_slot(view.slot_path, self._slot_size, view.digest)
             self._anchor_in = anchor_in
         first, self.view = self.view is None, view
         self.tau, self.epoch, self._next_round = view.tau, view.epoch, view.next_round
@@ -183,7 +187,7 @@ class Rounds:
 
     def _finish(self, message: tm.RunFinished) -> None:
         assert self._flat is not None
-        self._anchor = state.read_slot(message.slot_path, self._flat.size, message.digest)
+        self._anchor = state.read_slot(message.slot_path, self._slot_size, message.digest)
         self.finished, self.final_path = True, message.final_path
         self._forget_leases()
         self._restart()
@@ -295,7 +299,7 @@ class Rounds:
             self._scratch.zero_()
         else:
             self._flat.gather(self._scratch)
-            state.weighted_delta(self._anchor, self._scratch, weight)
+            state.weighted_delta(self._anchor[: self._flat.size], self._scratch, weight)
         self._scratch_weight = weight
 
     def _all_reduce(self, order: tm.Reduce) -> int | None:
@@ -317,8 +321,8 @@ class Rounds:
         comm_us = self._all_reduce(order)
         if comm_us is None:
             return
-        candidate = state.open_slot(order.slot_path, self._flat.size)
-        state.average(self._anchor, self._scratch, order.divisor, out=candidate)
+        candidate = state.open_slot(order.slot_path, self._slot_size)
+        outer.advance(self._anchor, self._scratch, order.divisor, order.outer, out=candidate)
         digest = state.digest_of(candidate)
         self._candidate, self._candidate_in = candidate, (order.slot_path, digest)
         reach("reduced")
@@ -332,7 +336,8 @@ class Rounds:
         comm_us = self._all_reduce(order)
         if comm_us is None:
             return
-        state.mean(self._scratch, order.divisor, out=state.open_slot(order.slot_path, self._flat.size))
+        slot = state.open_slot(order.slot_path, self._slot_size)
+        state.mean(self._scratch, order.divisor, out=slot[: self._flat.size])
         self._say_result(order, b"", comm_us, view.world)
 
     def _say_result(self, order: tm.Reduce, digest: bytes, comm_us: int, world: int) -> None:

@@ -84,7 +84,7 @@ class RunReady:
     batch_size: int
     parameters: tuple[ParameterSpec, ...]
     tau_policy: bytes  # core.adacomm.TauPolicy.to_bytes()
-    outer: str  # "average"
+    outer: str  # str(core.outer.OuterPolicy)
     parts: tuple[
         tuple[bytes, int], ...
     ] = ()  # digest and passes of each data set of a mixture; (): no mixture
@@ -218,7 +218,8 @@ class DatasetReady:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteInitial:
-    """Write the initial parameters (flat float32, little endian) into this file and say InitialWritten."""
+    """Write the initial state (flat float32, little endian: parameters, then zeros for the outer momentum if there is
+    one) into this file and say InitialWritten."""
 
     slot_path: str
 
@@ -308,9 +309,9 @@ class Park:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, new anchor into the slot.
+    """All headers agree. Reduce ``weight`` x (anchor - local), divide by ``divisor``, new state into the slot.
 
-    In a view to learn in: reduce zeros, and the averaged delta goes into the slot.
+    In a view to learn in: reduce zeros, and the averaged delta goes into the slot, to the anchor's place.
     """
 
     view_epoch: int
@@ -318,6 +319,7 @@ class Reduce:
     weight: int
     divisor: int
     slot_path: str
+    outer: tuple[float, ...] = ()  # core.outer.OuterStep; (): the new anchor is the average
 
 
 @message

@@ -23,7 +23,9 @@ from p2p_dmc.config import AgentSettings
 from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import Promises, View
 from p2p_dmc.core.ledger import Ledger
+from p2p_dmc.core.outer import AVERAGE, OuterPolicy
 from p2p_dmc.train import state as arithmetic
+from p2p_dmc.train.outer import advance
 from p2p_dmc.wire.messages import BulkKind, BulkRequest, RoundHeader
 from p2p_dmc.wire.trainer_messages import Reduce, RoundReady, RoundResult
 from tests.agent.helpers import (
@@ -48,10 +50,17 @@ CHUNK_BYTES = 8
 class Voters:
     """Peer 1 is a voter with everything that its agent has; peer 2's part is said for it. Peer ``learner`` learns."""
 
-    def __init__(self, root: Path, rng: random.Random, learner: int = 3, epochs: int = 2) -> None:
+    def __init__(
+        self,
+        root: Path,
+        rng: random.Random,
+        learner: int = 3,
+        epochs: int = 2,
+        outer: OuterPolicy = AVERAGE,
+    ) -> None:
         self.rng = rng
         self.keeper = StateKeeper("r", root / "run1", surroundings(root, me=1).services, Promises())
-        self.keeper.open(PARAMETERS)
+        self.keeper.open(PARAMETERS, outer)
         self.host = Host(self.keeper)
         self.learner = member(learner)
         self._voters = [i for i in (1, 2, 3) if i != learner][:2]
@@ -171,9 +180,10 @@ class Voters:
         exponents = [self.rng.uniform(-30, 30) for _ in range(NUMEL)]
         reduced = torch.tensor([self.rng.choice((-1, 1)) * 2**e for e in exponents], dtype=torch.float32)
         anchor = torch.from_numpy(np.fromfile(self.held.slot, dtype="<f4"))
-        arithmetic.mean(reduced, order.divisor, out=arithmetic.open_slot(str(learner.scratch()), NUMEL))
-        candidate = arithmetic.open_slot(order.slot_path, NUMEL)
-        arithmetic.average(anchor, reduced, order.divisor, out=candidate)
+        slot = arithmetic.open_slot(str(learner.scratch()), anchor.numel())
+        arithmetic.mean(reduced, order.divisor, out=slot[:NUMEL])
+        candidate = arithmetic.open_slot(order.slot_path, anchor.numel())
+        advance(anchor, reduced, order.divisor, order.outer, out=candidate)
         self.training.round_result(
             RoundResult(
                 view_epoch=order.view_epoch,
@@ -229,7 +239,7 @@ class Learner:
             settings=AgentSettings(fetch_chunk_bytes=CHUNK_BYTES),
         )
         self.keeper = StateKeeper("r", root / "learner", around.services, Promises())
-        self.keeper.open(PARAMETERS)
+        self.keeper.open(PARAMETERS, voters.keeper.outer)
         self.told: list[Held] = []
         self.problems: list[str] = []
         self.hopeless: list[str] = []

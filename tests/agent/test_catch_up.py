@@ -21,8 +21,9 @@ from p2p_dmc.agent.run import Run
 from p2p_dmc.agent.run_files import RunOptions
 from p2p_dmc.core.agreement import Agreement
 from p2p_dmc.core.agreement_messages import StateRef
+from p2p_dmc.core.outer import parse
 from p2p_dmc.errors import UserError
-from tests.agent.helpers import PARAMETERS, state, surroundings
+from tests.agent.helpers import NUMEL, PARAMETERS, state, surroundings
 from tests.agent.learners import CHUNK_BYTES, Learner, Voters
 from tests.agent.test_state import balanced
 
@@ -95,6 +96,28 @@ def test_every_state_since_the_start_is_told_once_and_in_order(tmp_path: Path) -
         await one.caught_up()
         assert [h.ref.lineage for h in one.told] == [(0, 0), (1, 1), (1, 2), (1, 3), (1, 4)]
         one.check()
+        await one.end()
+        assert balanced(one.keeper)
+
+    run(work())
+
+
+@pytest.mark.parametrize("outer", ["block(beta=0.3)", "nesterov(lr=0.7, momentum=0.9)"])
+def test_the_outer_momentum_comes_with_the_state_and_is_replayed(tmp_path: Path, outer: str) -> None:
+    """Rounds here have fewer than 8 steps: Nesterov's momentum stays as it is, block momentum does not."""
+
+    async def work() -> None:
+        voters = Voters(tmp_path, random.Random(1), outer=parse(outer))
+        one = Learner(tmp_path, voters)
+        began = voters.held.slot.read_bytes()
+        for _ in range(4):
+            one.round((2, 3))
+        await one.caught_up()
+        assert [h.ref.lineage for h in one.told] == [(0, 0), (1, 1), (1, 2), (1, 3), (1, 4)]
+        one.check()
+        now = one.told[-1].slot.read_bytes()
+        assert len(now) == 2 * 4 * NUMEL and now[: 4 * NUMEL] != began[: 4 * NUMEL]
+        assert (now[4 * NUMEL :] == began[4 * NUMEL :]) is outer.startswith("nesterov")
         await one.end()
         assert balanced(one.keeper)
 
@@ -709,12 +732,12 @@ def test_a_thread_that_is_left_behind_writes_into_no_other_slot(
         entered, go_on = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def slow(anchor: Path, mean: Path) -> bytes:
+        def slow(*_: Any) -> bytes:
             loop.call_soon_threadsafe(entered.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
             return b"d" * 16
 
-        monkeypatch.setattr(catch_up_module, "_subtract", slow)
+        monkeypatch.setattr(catch_up_module, "advance", slow)
         voters = Voters(tmp_path, random.Random(1))
         one = Learner(tmp_path, voters)
         kept = voters.round(one.keeper, (1, 1))
@@ -737,14 +760,14 @@ def test_a_round_under_replay_is_of_no_use_to_a_view_that_starts_elsewhere(
 ) -> None:
     async def work() -> None:
         entered, go_on = asyncio.Event(), asyncio.Event()
-        loop, subtract = asyncio.get_running_loop(), catch_up_module._subtract
+        loop, advance = asyncio.get_running_loop(), catch_up_module.advance
 
-        def slow(anchor: Path, mean: Path) -> bytes:
+        def slow(anchor: Path, mean: Path, size: int, coefficients: tuple[float, ...]) -> bytes:
             loop.call_soon_threadsafe(entered.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
-            return subtract(anchor, mean)
+            return advance(anchor, mean, size, coefficients)
 
-        monkeypatch.setattr(catch_up_module, "_subtract", slow)
+        monkeypatch.setattr(catch_up_module, "advance", slow)
         voters = Voters(tmp_path, random.Random(1))
         one = Learner(tmp_path, voters)
         one.round((1, 1))

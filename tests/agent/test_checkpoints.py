@@ -19,6 +19,7 @@ from p2p_dmc.agent.checkpoints import (
     list_checkpoints,
     load_checkpoint,
     meta_digest,
+    model_digest,
     unfinished_checkpoints,
     verify_checkpoint,
     write_checkpoint,
@@ -93,6 +94,26 @@ def test_there_and_back(tmp_path: Path, held: Held, slots: SlotPool) -> None:
     assert loaded.slot != held.slot and replace(loaded, slot=held.slot) == held
     assert loaded.slot.read_bytes() == held.slot.read_bytes()
     assert +slots._pins == Counter({held.slot: 1, loaded.slot: 1})
+
+
+def test_the_outer_momentum_lies_beside_the_model(
+    tmp_path: Path, memory: MemoryFolder, slots: SlotPool
+) -> None:
+    both = SlotPool(memory, 2 * NUMEL)
+    held = state(both, (3, 7), 1.5)
+    path = write(tmp_path, held)
+    model, outer = (load_file(path / name) for name in ("model.safetensors", "outer.safetensors"))
+    assert model["weight"].tolist() == [[1.5, 2.5, 3.5], [4.5, 5.5, 6.5]] and model["bias"].tolist() == 7.5
+    assert (
+        outer["weight"].tolist() == [[8.5, 9.5, 10.5], [11.5, 12.5, 13.5]] and outer["bias"].tolist() == 14.5
+    )
+    (found,) = list_checkpoints(tmp_path)
+    loaded = load_checkpoint(found, both)
+    assert replace(loaded, slot=held.slot) == held and loaded.slot.read_bytes() == held.slot.read_bytes()
+    assert verify_checkpoint(found) == held.ledger
+    with pytest.raises(ValueError, match="could not broadcast"):
+        load_checkpoint(found, slots)
+    assert model_digest(held, PARAMETERS) == state(slots, (1, 1), 1.5).anchor_digest
 
 
 def test_newest_first_by_number_not_by_name(tmp_path: Path, held: Held) -> None:

@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -21,6 +23,7 @@ from p2p_dmc.agent.state_keeper import StateKeeper
 from p2p_dmc.core.adacomm import TauPolicy, start
 from p2p_dmc.core.agreement_messages import Promises, Replaced, StateRef
 from p2p_dmc.core.ledger import Ledger, Stretch
+from p2p_dmc.core.outer import parse
 from p2p_dmc.errors import RemoteProtocolError, UserError
 from p2p_dmc.wire import codec
 from p2p_dmc.wire.messages import BulkKind, BulkRequest
@@ -412,3 +415,17 @@ def test_the_final_model_and_the_end_of_the_run(keeper: StateKeeper, tmp_path: P
     facts = load_run(tmp_path / "run")
     assert facts["finished"] == {"lineage": [3, 7], "digest": held.anchor_digest.hex()}
     assert Ledger.from_bytes(bytes.fromhex(facts["ledger"])) == held.ledger and balanced(keeper)
+
+
+def test_the_end_of_a_run_names_the_model_alone_without_the_outer_momentum(
+    around: Around, tmp_path: Path
+) -> None:
+    keeper = StateKeeper("r", tmp_path / "run", around.services, PROMISES)
+    keeper.open(PARAMETERS, parse("block(beta=0.3)"))
+    held = state(keeper.pool(), (3, 7), value=2)
+    assert held.slot.stat().st_size == 8 * NUMEL
+    keeper.hold(held)
+    path = asyncio.run(keeper.write_final(held))
+    assert load_file(path)["bias"].tolist() == 8
+    model = np.arange(2, 2 + NUMEL, dtype="<f4")
+    assert load_run(tmp_path / "run")["finished"]["digest"] == xxhash.xxh3_128(model.data).hexdigest()

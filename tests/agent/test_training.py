@@ -23,6 +23,7 @@ from p2p_dmc.core.adacomm import TauPolicy
 from p2p_dmc.core.agreement_messages import MemberId, Promises, StateRef, View
 from p2p_dmc.core.braids import INTERLEAVED, in_turn
 from p2p_dmc.core.ledger import Ledger, Stretch, check_exact
+from p2p_dmc.core.outer import AVERAGE, OuterPolicy, parse
 from p2p_dmc.errors import RemoteProtocolError
 from p2p_dmc.wire.messages import RoundHeader
 from p2p_dmc.wire.trainer_messages import (
@@ -36,6 +37,7 @@ from p2p_dmc.wire.trainer_messages import (
 )
 from tests.agent.helpers import (
     DATASET,
+    NUMEL,
     PARAMETERS,
     POLICY,
     fill,
@@ -129,10 +131,11 @@ class Member:
         measured: Measured | None = None,
         opened: Ledger | None = None,
         policy: TauPolicy = POLICY,
+        outer: OuterPolicy = AVERAGE,
     ) -> None:
         self.peer_id = peer(i)
         keeper = StateKeeper("r", root / f"run{i}", surroundings(root, me=i).services, Promises())
-        keeper.open(PARAMETERS)
+        keeper.open(PARAMETERS, outer)
         self.held = state(keeper.pool(), view.start.lineage, 0.0, ledger, adacomm.start(policy))
         keeper.hold(self.held)
         self.host = Host(keeper)
@@ -279,6 +282,19 @@ def test_tau_its_reason_and_whether_the_rate_may_decay(tmp_path: Path) -> None:
         assert m.training.held.tau.rate_nano == 10**8
     told = [(line["tau"], line["tau_reason"]) for line in m.host.rounds]
     assert told == [(2, "start"), (2, "start"), (1, "halved: loss 1.00 of the first round's")]
+
+
+@pytest.mark.parametrize("outer", ["average", "block(beta=0.3)", "nesterov(lr=0.7, momentum=0.9)"])
+def test_the_outer_step_follows_from_the_rounds_steps(tmp_path: Path, outer: str) -> None:
+    """tau is 16; the two take 1 and 2 steps, then 16 and 20, then one has no weight."""
+    policy = parse(outer)
+    m = two(tmp_path, policy=TauPolicy(kind="fixed", tau0=16), outer=policy)
+    for mine, theirs, samples, steps in ((1, 2, 4, 2), (16, 20, 4, 16), (9, 16, 0, 9)):
+        m.consume(2, steps=mine)
+        m.other_says(2, samples, steps=theirs)
+        assert m.last(Reduce).outer == (policy.step(steps, 16) or ())
+        m.reduced()
+    assert m.held.slot.stat().st_size == 4 * NUMEL * policy.vectors
 
 
 def test_a_run_begins_with_two_rounds_of_one_step(tmp_path: Path) -> None:

@@ -200,7 +200,9 @@ class ScriptedAgent:
         self.expect(tm.LeaseRequest)
         self.send(tm.LeaseEnd(epoch=epoch, finished=finished))
 
-    def reduce(self, weight: int, divisor: int) -> tuple[np.ndarray[Any, Any], tm.RoundResult]:
+    def reduce(
+        self, weight: int, divisor: int, outer: tuple[float, ...] = ()
+    ) -> tuple[np.ndarray[Any, Any], tm.RoundResult]:
         path = self.slot()
         self.send(
             tm.Reduce(
@@ -209,6 +211,7 @@ class ScriptedAgent:
                 weight=weight,
                 divisor=divisor,
                 slot_path=path,
+                outer=outer,
             )
         )
         result = self.expect(tm.RoundResult)

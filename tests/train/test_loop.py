@@ -53,6 +53,7 @@ class Script:
         self.inner: Any = settings.pop("inner", lambda p: torch.optim.SGD(p, lr=LR))
         self.loss: Any = settings.pop("loss", lambda x: (self.model.w * x).mean())
         self.decode: Any = settings.pop("decode", lambda sample: float(sample["txt"]))
+        self.outer: Any = settings.pop("outer", "average")
         self.on_batch: Any = settings.pop("on_batch", lambda: None)
         assert not settings
 
@@ -63,7 +64,9 @@ class Script:
     def run(self) -> Peer:
         with dmc.connect(self.agent.environment) as peer:
             data = peer.dataset("numbers")
-            self.optimizer = dmc.Optimizer(self.inner(self.model.parameters()), peer, tau=self.tau)
+            self.optimizer = dmc.Optimizer(
+                self.inner(self.model.parameters()), peer, tau=self.tau, outer=self.outer
+            )
             for x in peer.loader(data, self.batch_size, epochs=self.epochs, decode=self.decode):
                 self.batches.append(x.tolist())
                 self.on_batch()
@@ -404,6 +407,33 @@ def test_the_learning_rate_is_told_and_the_agent_says_when_it_may_decay(agent: S
     one.on_batch = decay
     with agent.play(script), pytest.raises(RunStopped):
         one.run()
+
+
+def test_the_outer_momentum_lies_behind_the_parameters(agent: ScriptedAgent) -> None:
+    """At first zeros; a round that goes by it, one that does not, and the end."""
+    states: list[list[float]] = []
+
+    def script(agent: ScriptedAgent) -> None:
+        written = agent.begin(anchor=[1.0, 0.5], tau=2)
+        states.append(written.tolist())
+        agent.lease(*all_stretches(agent))
+        for outer in ((0.5, 1.0, 0.0, 1.0), ()):
+            agent.expect(tm.RoundReady)
+            found, _ = agent.reduce(4, 4, outer)
+            states.append(found.tolist())
+            agent.complete(tau=2)
+        agent.receive()
+        agent.finish([7.0, 0.0])
+
+    one = Script(agent, outer=dmc.Block(0.5))
+    with agent.play(script):
+        one.run()
+    first, second = 1.0 - one.after_step[1], states[1][0] - one.after_step[3]
+    momentum = 0.25 + first
+    assert states[0] == [1.0, 0.0]
+    assert states[1] == [1.0 - momentum, momentum]
+    assert states[2] == [states[1][0] - second, momentum]
+    assert one.w == 7.0
 
 
 def test_a_round_in_which_nobody_had_weight(agent: ScriptedAgent) -> None:

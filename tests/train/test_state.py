@@ -122,7 +122,8 @@ def test_nobodys_weight_leaves_the_anchor() -> None:
 
 BITS = """
 import numpy, torch
-from p2p_dmc.train import state
+from p2p_dmc.core.outer import parse
+from p2p_dmc.train import outer, state
 g = numpy.random.default_rng(3)  # torch's own random numbers do differ
 anchor, local = (torch.from_numpy(g.standard_normal(100_003, dtype="f4")) for _ in range(2))
 out = torch.empty_like(anchor)
@@ -131,6 +132,11 @@ for weight, divisor in ((3, 7), (1000003, 3000001), (17_000_001, 51_000_007)):
     state.weighted_delta(anchor, scratch, weight)
     state.average(anchor, scratch, divisor, out=out)
     print(state.digest_of(out).hex())
+pair = torch.cat([anchor, local])
+new = torch.empty_like(pair)
+for text, steps in (("block(beta=0.3)", 7), ("nesterov(lr=0.7, momentum=0.9)", 37)):
+    outer.advance(pair, anchor - local, 7, parse(text).step(steps, 64), out=new)
+    print(state.digest_of(new).hex())
 print(torch.backends.cpu.get_cpu_capability())
 """
 
@@ -152,7 +158,7 @@ def test_the_bits_are_the_same_on_other_processors() -> None:
         *digests, used = done.stdout.split()
         outputs.append(digests)
         assert (used == "DEFAULT") == (capability == "default")  # the two runs did differ
-    assert len(outputs[0]) == 3
+    assert len(outputs[0]) == 5
     assert outputs[0] == outputs[1]
 
 
