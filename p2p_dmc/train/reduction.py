@@ -101,18 +101,13 @@ class Reducer:
         The last ``exact`` elements always travel as float32: running statistics, which may not fall below zero.
         CollectiveError leaves them partly reduced, and what is owed as it was.
         """
-        if scheme == "none" and self.feedback.owed is None:
+        if scheme == "none":
+            self._add_debt(values, divisor)
             group.all_reduce(values)
             moved = ring_bytes(values.nbytes, group.view.world)
             return Moved(divisor, moved, moved)
         values.div_(float(divisor))
         error = self.feedback.opening(values)
-        if scheme == "none":
-            self.feedback.add_to(values)
-            error.zero_()
-            group.all_reduce(values)
-            moved = ring_bytes(values.nbytes, group.view.world)
-            return Moved(1, moved, moved)
         coder = self._codecs.setdefault(scheme, codec(scheme))
         self.feedback.add_to(values, coder.decay)
         coded, counts = values.numel() - exact, [0, 0]
@@ -127,6 +122,13 @@ class Reducer:
             group.all_reduce(values[coded:])
         sent, received = (count + ring_bytes(exact * values.itemsize, group.view.world) for count in counts)
         return Moved(1, sent, received)
+
+    def _add_debt(self, values: torch.Tensor, divisor: int) -> None:
+        """To a sum that is divided afterwards, by all members: others may owe nothing, and know of no debt here."""
+        if self.feedback.owed is not None:
+            error = self.feedback.opening(values)
+            values.add_(torch.mul(self.feedback.owed, float(divisor), out=error))
+            error.zero_()
 
 
 def reduce_in(exchange: Exchange, coder: Codec, values: torch.Tensor, error: torch.Tensor) -> None:

@@ -252,6 +252,21 @@ def test_what_was_applied_and_what_is_owed_are_all_that_was_brought(
     assert float((applied - brought).abs().max()) < 1e-5
 
 
+def test_who_owes_and_who_does_not_mean_the_same_sum(members: dict[int, Members]) -> None:
+    """A round of "none" after coded ones, with a member that has just come and owes nothing."""
+    together = Together(members[2])
+    together.round("int8", made(2, 5000), [1, 1])
+    together.settle(counted=True)
+    together.reducers[1].feedback.forget()
+    owed = together.owed()[0]
+    assert owed is not None
+    deltas = made(2, 5000, 1)
+    expected = (3 * deltas[0].double() + deltas[1].double()) / 4 + owed.double()
+    means = together.round("none", deltas, [3, 1])
+    assert torch.equal(means[0], means[1])
+    assert float((means[0].double() - expected).abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "int8", "int4", "topk"])
 def test_running_statistics_are_not_rounded(members: dict[int, Members], scheme: str) -> None:
     """A small variance beside large values must not come out below zero."""
