@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def figures(found: list[dict[str, Any]], size: str, link: str) -> tuple[dict[str
         of_all = [member[size][way] for member in found]
         slowest = [max(times) for times in zip(*(one["seconds"] for one in of_all), strict=True)]
         timed = slowest[1:] or slowest
-        seconds, off = statistics.median(timed), max(one["off"] for one in of_all)
+        seconds = statistics.median(timed)
+        off = max((one["off"] for one in of_all), key=lambda off: (math.isnan(off), off))
         around += [max(times) for times in zip(*(one["around_s"] for one in of_all), strict=True)]
         by_way[way] = {
             "seconds": round(seconds, 5),

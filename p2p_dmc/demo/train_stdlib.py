@@ -82,7 +82,7 @@ def main() -> None:
     with dmc.connect() as peer:
         data = peer.dataset(args.data)
         model = ByteTransformer(args.window).to(peer.device)
-        tau = args.tau or dmc.AdaComm(tau0=args.tau0, t0_s=args.t0)
+        tau = args.tau or dmc.AdaComm("basic", args.tau0, args.t0, min_utilisation=0)
         optimizer = dmc.Optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), peer, tau=tau)
 
         def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

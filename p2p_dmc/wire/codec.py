@@ -18,7 +18,7 @@ import msgpack
 
 from p2p_dmc.errors import RemoteProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 8 << 20  # control messages; bulk payloads travel as frames of their own
 MAX_ITEMS = 1 << 20  # elements of any one array inside a message
 
