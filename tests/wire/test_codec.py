@@ -244,7 +244,7 @@ def test_what_the_plain_form_looks_like() -> None:
     assert codec.from_plain(Outer, [None, [], 2]) == Outer(inner=None, many=(), real=2.0)
     assert type(codec.from_plain(Outer, [None, [], 2]).real) is float
     assert msgpack.unpackb(codec.encode(ClientRequest(command="a", arguments=("b",)))) == [
-        5, "ClientRequest", ["a", ["b"]],
+        6, "ClientRequest", ["a", ["b"]],
     ]  # fmt: skip
     with pytest.raises(RemoteProtocolError, match="Outer: Inner: no Colour is 2"):
         codec.from_plain(Outer, [[[1, "a"], 2], [], 0.5])
