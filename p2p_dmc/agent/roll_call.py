@@ -120,7 +120,7 @@ class RollCall:
         """Keep the vote if all have been heard, and this peer remembers at its next start what it ended with."""
         heard = self._own is not None and self._own.view_id and not self.missing()
         if heard and self._on_disk and not self.kept:
-            self.kept = self._run.save_closed()
+            self.kept = self._on_disk = self._run.save_closed()
 
     def missing(self) -> tuple[MemberId, ...]:
         """The other voters that were not heard to have stopped in this peer's view at its state."""

@@ -251,6 +251,9 @@ class RunEnd:
             run.event("adoption_failed", reason=str(error))
             self._closing = False
             return
+        except Exception:
+            self._closing = False  # the next word is heard, whatever was wrong with this one
+            raise
         self.history = run.keeper.history = history
         await self._close(run.keeper.make_current(ref))
 

@@ -23,10 +23,10 @@ from p2p_dmc.wire.trainer_messages import ParameterSpec, RunReady
 Fingerprint = tuple[tuple[str, str], ...]
 
 PART = "part of the data: "
+"""Of a mixture: begins the settings that tell its data sets."""
 COMPRESSION = "compression"
 DEFAULTS = {COMPRESSION: "none"}
 """What a fingerprint means that does not say it: it was written before there was a choice."""
-"""Of a mixture: begins the settings that tell its data sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,13 @@ from p2p_dmc.train.exchange import CollectiveError, Exchange, first_line
 from p2p_dmc.train.rendezvous import AgentStore
 from p2p_dmc.wire.trainer_messages import StoreValue, ViewStarted
 
+__all__ = ["REAPER_PREFIX", "CollectiveError", "GroupKeeper", "ViewGroup", "check_backend", "ring_bytes"]
+
 REAPER_PREFIX = "dmc-reap-"  # threads that end a group; the process must not wait for a stuck one
 SHUT_AGAIN_S = (
     0.05  # an abort while traffic flows can miss (18 of 520 measured): shut down until nothing is left
 )
 READY_TIMEOUTS = 5  # connecting takes gloo up to five of its time-outs
-__all__ = ["REAPER_PREFIX", "CollectiveError", "GroupKeeper", "ViewGroup", "check_backend", "ring_bytes"]
-
 EARLY_VALUES = 256  # rendezvous values of a view that this trainer has not been told of yet
 
 

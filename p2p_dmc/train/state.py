@@ -41,6 +41,12 @@ class FlatParameters:
                     f"parameter {name} is {dtype}: only floating dtypes can be averaged, leave it out"
                 )
         self.size = sum(parameter.numel() for _, parameter in self._named)
+        self.statistics = sum(
+            tensor.numel()
+            for name, tensor in self._named
+            if name.rpartition(".")[2] in STATISTICS and not isinstance(tensor, torch.nn.Parameter)
+        )
+        """Elements at the end that are running statistics, not parameters."""
         if self.size == 0:
             raise UserError("the optimizer has no parameters: give it model.parameters()")
 
@@ -50,15 +56,6 @@ class FlatParameters:
         return tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
             for name, p in self._named
-        )
-
-    @property
-    def statistics(self) -> int:
-        """How many elements at the end are running statistics, not parameters."""
-        return sum(
-            tensor.numel()
-            for name, tensor in self._named
-            if name.rpartition(".")[2] in STATISTICS and not isinstance(tensor, torch.nn.Parameter)
         )
 
     def gather(self, flat: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ from tests.agent.helpers import (
 )
 
 MINE, OTHER, NEXT = b"h" * 16, b"o" * 16, b"n" * 16
+WAIT_S = 20.0
 END = (3, 9)
 
 
@@ -92,7 +93,7 @@ class Here:
             while len(self.run._tasks):
                 await asyncio.sleep(0.001)
 
-        asyncio.run(heard())
+        asyncio.run(asyncio.wait_for(heard(), WAIT_S))
         return self.run.end.outcome
 
 
@@ -234,9 +235,24 @@ def test_an_evicted_peer_that_comes_back_after_the_end_hears_of_it(
         while not ask():
             await asyncio.sleep(0.001)
 
-    asyncio.run(life())
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
     assert here.around.named("history_given_up") and run.history == b""
     assert here.hear(2, NEXT) == "finished"
+
+
+def test_a_fault_while_the_end_is_taken_over_leaves_the_next_word_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = in_a_view(tmp_path)
+    meets(here, 2, {"history": MINE})
+
+    async def broken(*_: object, **__: object) -> Held:
+        raise RuntimeError("a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(here.run.keeper, "adopt", broken)
+        assert here.hear(2, MINE) == "" and here.around.named("fault")
+    assert here.hear(2, MINE) == "finished"
 
 
 def test_whoever_has_ended_says_of_which_founding(tmp_path: Path) -> None:

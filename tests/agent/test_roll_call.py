@@ -570,3 +570,14 @@ def test_whoever_says_a_header_to_one_that_stopped_is_told(tmp_path: Path) -> No
         await net.settle(1)
 
     asyncio.run(life())
+
+
+def test_a_disk_that_refuses_the_closed_record_is_asked_once() -> None:
+    """Each word of another one would have it said again."""
+    asked: list[None] = []
+    run = SimpleNamespace(save_closed=lambda: bool(asked.append(None)))
+    roll = roll_call.RollCall(cast(Run, run))
+    roll._own, roll._on_disk = cast(RunClosed, SimpleNamespace(view_id=b"v")), True
+    for _ in range(3):
+        roll.look()
+    assert len(asked) == 1 and not roll.kept

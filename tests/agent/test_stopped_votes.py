@@ -28,6 +28,8 @@ from tests.agent.helpers import PARAMETERS, Around, peer, plain, record, run_met
 from tests.core.agreement_cluster import Cluster
 
 AT = (1, 1)
+TURNS = 100
+"""Of the loop: more than any task takes to the next thing that it waits for."""
 FULL = OSError(28, "No space left on device")
 ENDS = {
     "its own end": TrainerExit(code=0, signal_name="", last_line="done"),
@@ -159,6 +161,11 @@ class Net:
 
         await asyncio.wait_for(look(), 20)
 
+    async def turns(self) -> None:
+        """Whatever can go on without a disk or a word does."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
     async def stop(self) -> None:
         """At the last barrier: all have begun to stop, and no state is on a disk."""
         for machine in self.machines.values():
@@ -214,7 +221,7 @@ def stopped(root: Path, change: Callable[[Net], object], count: int = 3) -> Net:
         made.append(net)
         await net.stop()
         change(net)
-        await asyncio.sleep(0.01)
+        await net.turns()
         net.deliver()
         await net.end()
 
@@ -254,7 +261,7 @@ def test_a_stop_that_fails_holds_no_command_up(tmp_path: Path, monkeypatch: pyte
 
         net[3].run.keeper.checkpoint = broken  # type: ignore[method-assign, assignment]
         await net.stop()
-        await asyncio.sleep(0.01)
+        await net.turns()
         net[3].script.ended.set_result(ENDS["an error"])
         leaving = asyncio.ensure_future(net[3].run.end.save_before_leaving())
         await net.until(lambda: net[3].job.ended.is_set() and leaving.done())

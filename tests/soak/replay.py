@@ -52,12 +52,17 @@ def replay(rounds: Sequence[dict[str, Any]], read: Read) -> Replay:
     """Rounds in order, as `metrics.jsonl` has them."""
     anchor, samples, faults = model.initial(), 0, []
     for line in rounds:
+        name = f"view {line['view_epoch']} round {line['round']}"
+        if line.get("compress", "none") != "none":
+            faults.append(
+                f"{name}: it travelled as {line['compress']}; only rounds in float32 can be replayed"
+            )
+            break
         parts = parts_of(line)
         anchor = next_anchor(anchor, [[read((line["epoch"], *at)) for at in part] for part in parts])
         samples += sum(map(len, parts))
         digest = xxhash.xxh3_128(anchor.numpy().data).hexdigest()
         if digest != line["digest"]:
-            name = f"view {line['view_epoch']} round {line['round']}"
             faults.append(f"{name}: the anchor is {digest} by replay, {line['digest']} on the peers")
             break  # all later ones differ, too
     return Replay(len(rounds), samples, anchor, tuple(faults))

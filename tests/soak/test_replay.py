@@ -87,3 +87,10 @@ def test_a_round_without_weight_leaves_the_anchor() -> None:
     digest = xxhash.xxh3_128(model.initial().numpy().data).hexdigest()
     line = {"view_epoch": 1, "round": 1, "epoch": 0, "weights": [0, 0], "counted": [], "digest": digest}
     assert not replay([line], read).faults
+
+
+def test_a_coded_round_is_named_and_not_taken_for_another_anchor() -> None:
+    lines = trained(3, 2, 5)
+    lines[1]["compress"] = "int8"
+    (fault,) = replay(lines, read).faults
+    assert fault.startswith("view 1 round 2: it travelled as int8")
