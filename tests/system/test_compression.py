@@ -22,6 +22,7 @@ def check_bytes(peers: Sequence[Peer]) -> None:
     assert all(0 < line["bytes_sent"] < ring_bytes(4 * PARAMETERS, 3) for line in lines)
 
 
+@pytest.mark.long
 def test_one_that_differs_is_refused_and_one_of_three_is_killed(cluster: Cluster, data: Path) -> None:
     """All have the same bits in every round: `finish` compares them."""
     seed = cluster.seed(data, "--name", "tiny", "--replicas", "3")

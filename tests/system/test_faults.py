@@ -63,6 +63,7 @@ def hold_everything(peers: Sequence[Peer]) -> bool:
     return held == seeded
 
 
+@pytest.mark.long
 def test_a_trainer_is_killed_then_a_peer_falls_silent(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, NAMES[:3])

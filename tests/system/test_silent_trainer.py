@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.system.cluster import Cluster
 from tests.system.scenario import finish, start, train_together
 
@@ -13,6 +15,7 @@ PATIENCE_S = 40.0
 """The agent's own is 15 s of its clock, which a busy machine stretches."""
 
 
+@pytest.mark.long
 def test_a_stopped_trainer_is_killed_and_started_again(cluster: Cluster, data: Path) -> None:
     seed = cluster.seed(data, "--name", "tiny")
     peers = start(cluster, seed, ["a", "b"])
